@@ -1,0 +1,1 @@
+"""Suites of prompts, what is measured on them, and the report."""

@@ -1,0 +1,198 @@
+"""The schema of a recipe: every field, its default (its only home) and what it means.
+
+A recipe is one YAML file; `recipes.load` reads it and applies dotted overrides.  Unknown keys are errors.
+Field names follow the published DFlash config and vLLM's and DeepSpeed's own words where those exist.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Precision = Literal["bfloat16", "float32"]
+LayerType = Literal["sliding_attention", "full_attention"]
+Positive = Annotated[int, Field(gt=0)]
+Natural = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """Strict and immutable: an unknown key is an error, and nothing changes a recipe after it is loaded."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Target(Section):
+    """The model whose tokens are drafted; it is never trained."""
+
+    model: str
+    """A folder with config.json, weights and tokenizer, or a hub name."""
+    revision: str | None = None
+    """The hub revision; None for a folder."""
+    dtype: Precision = "bfloat16"
+    """Precision of the target's weights, in the engine and wherever its embedding and head are used."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """vLLM's load format; dummy weights serve only to measure time and memory."""
+
+
+class Drafter(Section):
+    """The DFlash drafter; the field names are those of its published config.json."""
+
+    num_hidden_layers: Positive
+    layer_types: list[LayerType]
+    """One per layer. Sliding layers are causal inside the block, full layers are bidirectional there."""
+    sliding_window: Positive
+    """Positions a sliding layer sees, the query's own included."""
+    block_size: Annotated[int, Field(ge=2)]
+    """Slots of a block: the anchor and block_size - 1 drafts."""
+    target_layer_ids: list[Natural]
+    """0-based target layers whose output residual stream is tapped, ascending."""
+    mask_token_id: Natural
+    """An embedding row that never occurs in text."""
+    intermediate_size: Positive
+    num_attention_heads: Positive
+    num_key_value_heads: Positive
+    head_dim: Positive
+    rope_theta: Annotated[float, Field(gt=0)] = 1e7
+    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    max_position_embeddings: Positive = 262144
+    initializer_range: Annotated[float, Field(gt=0)] = 0.02
+
+    @model_validator(mode="after")
+    def _shape_fits(self) -> "Drafter":
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types has {len(self.layer_types)} entries: write one for each of the"
+                f" {self.num_hidden_layers} layers"
+            )
+        if self.target_layer_ids != sorted(set(self.target_layer_ids)):
+            raise ValueError(f"target_layer_ids {self.target_layer_ids}: write ascending ids, each once")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is no multiple of"
+                f" num_key_value_heads {self.num_key_value_heads}"
+            )
+        return self
+
+
+class Sampling(Section):
+    """vLLM's sampling settings for one kind of generation."""
+
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Natural = 0
+    """0 keeps the whole vocabulary."""
+    max_tokens: Positive = 256
+
+
+class Data(Section):
+    """Prompts in, the target's own responses and hidden states out."""
+
+    prompts: str
+    """`stdlib:train` or `stdlib:heldout` (Python's own standard library, as chats), or a JSONL file of
+    {"messages": [...]} lines."""
+    num_prompts: Positive
+    sampling: Sampling = Sampling()
+    max_prompt_tokens: Positive = 1024
+    """Longer prompts are dropped and counted."""
+    shard_tokens: Positive = 200_000
+    """A shard is closed once it holds this many tokens."""
+    check_sequences: Natural = 8
+    """Sequences whose taps are compared with forward hooks on the transformers model."""
+    check_cosine: Share = 0.999
+    """The least cosine that a token's tap may have in that comparison."""
+
+
+class Optimizer(Section):
+    """AdamW with fp32 masters."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 6e-4
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    gradient_clipping: Annotated[float, Field(gt=0)] = 1.0
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_share: Share = 0.04
+    """Share of all steps spent in linear warm-up."""
+    final_learning_rate_share: Share = 0.0
+    """Where the cosine ends, as a share of the peak."""
+
+
+class Objective(Section):
+    """Cross-entropy of the block's slots against the target's own tokens."""
+
+    decay: Annotated[float, Field(gt=0)] = 7.0
+    """Slot k weighs exp(-(k - 1) / decay) (DFlash, arXiv 2602.06036, section 4.2)."""
+
+
+class Train(Section):
+    """The distillation phase."""
+
+    steps: Positive
+    """Optimizer steps; the learning-rate schedule spans them."""
+    sequences_per_step: Positive
+    """Over all ranks: one optimizer step."""
+    micro_batch_sequences: Positive = 1
+    """Sequences in one forward on one rank; accumulation follows."""
+    num_anchors: Positive = 512
+    """Blocks drawn per sequence, afresh at each visit."""
+    precision: Precision = "bfloat16"
+    """Of the drafter's computation; masters and optimizer are always fp32."""
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    offload_optimizer: bool = False
+    activation_checkpointing: bool = False
+    optimizer: Optimizer = Optimizer()
+    objective: Objective = Objective()
+    save_every_steps: Positive = 500
+    keep_checkpoints: Positive = 2
+    log_every_steps: Positive = 10
+    seed: int = 0
+
+
+class Serve(Section):
+    """The vLLM engine, for data and for measuring."""
+
+    max_model_len: Positive = 4096
+    max_num_seqs: Positive = 32
+    max_num_batched_tokens: Positive = 8192
+    tensor_parallel_size: Positive = 1
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    enforce_eager: bool = False
+    kv_cache_gib: Annotated[float, Field(gt=0)] = 1.0
+    """On a CPU only: memory for the KV cache, in GiB."""
+
+
+class Eval(Section):
+    """What is measured after the distillation, through the served engine."""
+
+    suite: str
+    """As `data.prompts`; held-out prompts, never the training ones."""
+    num_prompts: Positive = 32
+    max_tokens: Positive = 64
+    temperatures: list[Annotated[float, Field(ge=0)]] = [0.0, 0.7]
+    """The first is what the report and TensorBoard show; the others are printed beside it."""
+    concurrency: Positive = 8
+    seed: int = 0
+
+
+class Recipe(Section):
+    """Everything one distillation needs."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
+    output_dir: Path
+    """Where shards, checkpoints, curves and the report go; made if missing."""
+    target: Target
+    drafter: Drafter
+    data: Data
+    train: Train
+    serve: Serve = Serve()
+    eval: Eval
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> "Recipe":
+        longest = self.data.max_prompt_tokens + self.data.sampling.max_tokens
+        if longest > self.serve.max_model_len:
+            raise ValueError(
+                f"data.max_prompt_tokens + data.sampling.max_tokens is {longest}, serve.max_model_len is"
+                f" {self.serve.max_model_len}: raise the latter or shorten the former"
+            )
+        return self

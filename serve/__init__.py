@@ -1,0 +1,1 @@
+"""The target at work: the vLLM engine, its server and its client."""
