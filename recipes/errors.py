@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from rich.console import Console
+from rich.markup import escape
 
 MISTAKE, FAULT = 2, 1  # exit codes
 
@@ -19,7 +20,7 @@ class MachineError(RuntimeError):
 
 
 def end(message: str, code: int) -> NoReturn:
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[red bold]error:[/] {message}", markup=True)
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[red bold]error:[/] {escape(message)}")
     sys.exit(code)
 
 
