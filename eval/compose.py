@@ -1,0 +1,126 @@
+"""Puts a job and what its passes found together into a Report."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from eval.job import Job
+from eval.lossless import NEAR_TIE_NATS, Divergence, find_divergences
+from eval.report import (
+    AtTemperature,
+    DivergencePart,
+    DrafterPart,
+    EnginePart,
+    LosslessPart,
+    Report,
+    Settings,
+    TargetPart,
+)
+from eval.served import Pass, Server
+from recipes.manifest import identify_target, provenance
+from serve.client import Completion
+from serve.engine import is_cuda
+
+_RUNNER_LINE = "Using V2 Model Runner"  # vLLM 0.32's workers log it, and nothing for the other runner
+
+
+@dataclass(frozen=True)
+class PlainRun:
+    """The plain server's passes, one per temperature, and its greedy completions with log-probabilities."""
+
+    passes: list[Pass]
+    reference: list[Completion] | None
+    """None where temperature 0 is not measured."""
+
+
+@dataclass(frozen=True)
+class ChainRun:
+    """The drafting server and its passes, one per temperature."""
+
+    server: Server
+    passes: list[Pass]
+
+
+def log_path(job: Job, name: str) -> Path:
+    """Where the server `name` (plain or chain) of this job writes."""
+    return job.out.parent / "logs" / f"measure-{name}.log"
+
+
+def compose_report(job: Job, plain: PlainRun | None, chain: ChainRun, seconds: Mapping[str, float]) -> Report:
+    """`plain` is None where only a URL was given; passes are in the order of the job's temperatures."""
+    first, *others = _pair_passes(job, plain, chain)
+    return Report(
+        target=_describe_target(job, chain.server),
+        drafter=DrafterPart(checkpoint=str(job.plan.ckpt) if job.plan else None, step=job.step),
+        engine=_describe_engine(job, chain.server),
+        settings=_describe_settings(job, chain.server),
+        plain=first.plain,
+        chain=first.chain,
+        lossless=_compare_greedy(job, plain, chain),
+        seconds=dict(seconds),
+        other_temperatures=others,
+        recipe=job.recipe.model_dump(mode="json") if job.recipe else None,
+        provenance=provenance(),
+    )
+
+
+def _pair_passes(job: Job, plain: PlainRun | None, chain: ChainRun) -> list[AtTemperature]:
+    plains = [None] * len(chain.passes) if plain is None else [one.decoding for one in plain.passes]
+    triples = zip(job.settings.temperatures, plains, chain.passes, strict=True)
+    return [AtTemperature(temperature=t, plain=one, chain=other.decoding) for t, one, other in triples]
+
+
+def _describe_target(job: Job, server: Server) -> TargetPart:
+    if job.plan is None:
+        return TargetPart(model=server.model, fingerprint=None)
+    return TargetPart(model=job.plan.target.model, fingerprint=identify_target(job.plan.target).fingerprint)
+
+
+def _describe_engine(job: Job, server: Server) -> EnginePart:
+    if job.plan is None:
+        return EnginePart(vllm=server.vllm, runner=None, device=None, precision=None)
+    log = log_path(job, "chain").read_text(errors="replace")
+    return EnginePart(
+        vllm=server.vllm,
+        runner="V2" if _RUNNER_LINE in log else "V1",
+        device="cuda" if is_cuda() else "cpu",
+        precision=job.plan.target.dtype,
+    )
+
+
+def _describe_settings(job: Job, server: Server) -> Settings:
+    return Settings(
+        suite=job.settings.suite,
+        n_prompts=len(job.prompts),
+        temperature=job.settings.temperatures[0],
+        max_tokens=job.settings.max_tokens,
+        concurrency=job.settings.concurrency,
+        seed=job.settings.seed,
+        block_size=server.num_drafts + 1,
+        budget=None,
+    )
+
+
+def _compare_greedy(job: Job, plain: PlainRun | None, chain: ChainRun) -> LosslessPart | None:
+    if plain is None or plain.reference is None or job.plan is None:
+        return None
+    greedy = chain.passes[job.settings.temperatures.index(0.0)]
+    bound = NEAR_TIE_NATS[job.plan.target.dtype]
+    found = find_divergences(plain.reference, greedy.completions, bound)
+    return LosslessPart(
+        lossless=all(each.is_near_tie for each in found),
+        n_prompts=len(job.prompts),
+        n_diverging=len(found),
+        n_near_ties=sum(each.is_near_tie for each in found),
+        near_tie_nats=bound,
+        divergences=[_name_prompt(job, each) for each in found],
+    )
+
+
+def _name_prompt(job: Job, divergence: Divergence) -> DivergencePart:
+    return DivergencePart(
+        prompt_id=job.prompts[divergence.prompt].id,
+        position=divergence.position,
+        gap=divergence.gap,
+        is_near_tie=divergence.is_near_tie,
+    )

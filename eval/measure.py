@@ -1,0 +1,120 @@
+"""Measures a drafter through the served engine: acceptance, speed, and whether greedy text stays the same.
+
+    python eval/measure.py (--ckpt CKPT | --url U) --suite S --out report.json [--recipe R] [options]
+
+--ckpt starts the plain server and then the chain's, and gives both the same prompts and seeds; --url
+measures whatever drafts there.  Ends with report.json, a table, and points for TensorBoard if asked.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from typer import Option
+
+from eval.compose import ChainRun, PlainRun, compose_report, log_path
+from eval.curves import curve_points, write_curves
+from eval.job import Job, Options, make_job
+from eval.progress import Phases, show_phases
+from eval.report import Report, write_report
+from eval.served import Pass, identify_server, run_pass, run_reference, warm_up
+from eval.table import print_report
+from recipes.errors import UserError, run_command
+from serve.engine import PLAIN_BUDGET
+from serve.plan import Plan
+from serve.server import serving
+
+
+def main(  # noqa: PLR0913, PLR0917 - a command line's options
+    out: Annotated[Path, Option(help="Where report.json goes.")],
+    url: Annotated[str | None, Option(help="A running server, as http://127.0.0.1:8000.")] = None,
+    ckpt: Annotated[Path | None, Option(help="The drafter's checkpoint folder; serves it twice.")] = None,
+    recipe: Annotated[Path | None, Option(help="Target, engine and eval settings of this recipe.")] = None,
+    suite: Annotated[str | None, Option(help="Held-out prompts; this and the next five: eval.*.")] = None,
+    num_prompts: Annotated[int | None, Option(help="How many prompts of the suite.")] = None,
+    max_tokens: Annotated[int | None, Option(help="Longest response.")] = None,
+    temperature: Annotated[list[float] | None, Option(help="May be repeated; the first leads.")] = None,
+    concurrency: Annotated[int | None, Option(help="Requests at a time.")] = None,
+    seed: Annotated[int | None, Option(help="Of the first prompt; the next has one more.")] = None,
+    tensorboard: Annotated[Path | None, Option(help="Add points to the curves in this folder.")] = None,
+    step: Annotated[int | None, Option(help="Their step; left out: the checkpoint's.")] = None,
+    simulated: Annotated[float | None, Option(help="Training's acceptance length, for accept_gap.")] = None,
+) -> None:
+    """Measure acceptance and speed of a drafter on held-out prompts."""
+    overrides = {
+        "suite": suite,
+        "num_prompts": num_prompts,
+        "max_tokens": max_tokens,
+        "temperatures": temperature,
+        "concurrency": concurrency,
+        "seed": seed,
+    }
+    job = make_job(Options(url, ckpt, recipe, out, overrides, tensorboard, step, simulated))
+    report = measure(job)
+    write_report(job.out, report)
+    if job.tensorboard and job.step is not None:
+        write_curves(job.tensorboard, job.step, curve_points(report, job.simulated))
+    console = Console()
+    print_report(report, console)
+    console.print(f"report: {job.out}", soft_wrap=True, highlight=False)
+
+
+def measure(job: Job) -> Report:
+    """Runs every pass; writes nothing but the servers' logs."""
+    with show_phases() as phases:
+        if job.plan is None:
+            assert job.url is not None, "a job has a URL or a plan"
+            plain, chain = None, run_chain(job, phases, job.url)
+        else:
+            with start_server(job, phases, job.plan, "plain") as url:
+                plain = run_plain(job, phases, url)
+            with start_server(job, phases, job.plan, "chain") as url:
+                chain = run_chain(job, phases, url)
+    return compose_report(job, plain, chain, phases.seconds)
+
+
+@contextmanager
+def start_server(job: Job, phases: Phases, plan: Plan, name: str) -> Iterator[str]:
+    """The plain or the chain's server, its start a phase of its own."""
+    ckpt, budget = (None, PLAIN_BUDGET) if name == "plain" else (plan.ckpt, None)
+    with ExitStack() as stack:
+        with phases.phase(f"start {name}"):
+            url = stack.enter_context(serving(plan.target, plan.serve, ckpt, budget, log_path(job, name)))
+        yield url
+
+
+def run_plain(job: Job, phases: Phases, url: str) -> PlainRun:
+    passes = run_passes(job, phases, url, "plain")
+    if 0.0 not in job.settings.temperatures:
+        return PlainRun(passes, reference=None)
+    with phases.phase("plain, T = 0, for comparison", total=len(job.prompts)) as on_done:
+        return PlainRun(passes, run_reference(url, job.prompts, job.settings, on_done))
+
+
+def run_chain(job: Job, phases: Phases, url: str) -> ChainRun:
+    server = identify_server(url)
+    if server.num_drafts == 0:
+        raise UserError(
+            f"the server at {url} decodes plainly: start it with a drafter (serve/run.py --ckpt CKPT)"
+        )
+    return ChainRun(server, run_passes(job, phases, url, "chain"))
+
+
+def run_passes(job: Job, phases: Phases, url: str, name: str) -> list[Pass]:
+    """One Pass per temperature, in the settings' order."""
+    with phases.phase(f"warm up {name}"):
+        warm_up(url)
+    passes = []
+    for temperature in job.settings.temperatures:
+        with phases.phase(f"{name}, T = {temperature:g}", total=len(job.prompts)) as on_done:
+            passes.append(run_pass(url, job.prompts, job.settings, temperature, on_done))
+    return passes
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    run_command(app)

@@ -1,0 +1,137 @@
+"""report.json, schema version 1: what a measurement found, with all it takes to repeat it.
+
+Written whole or not at all.  `eval/measure.py` makes it; `eval/table.py` and `eval/curves.py` show it.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from recipes.manifest import write_json
+
+Natural = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class Part(BaseModel):
+    """Strict and immutable: an unknown or missing field is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class TargetPart(Part):
+    model: str
+    fingerprint: str | None
+    """As in the checkpoint's manifest; None where only a URL was given."""
+
+
+class DrafterPart(Part):
+    checkpoint: str | None
+    """Its folder, links resolved; None where only a URL was given."""
+    step: Natural | None
+    """Optimizer steps behind it, where its manifest or the command says so."""
+
+
+class EnginePart(Part):
+    vllm: str
+    runner: Literal["V1", "V2"] | None
+    """As the engine's log names it; None where only a URL was given."""
+    device: str | None
+    precision: str | None
+
+
+class Settings(Part):
+    suite: str
+    n_prompts: Natural
+    temperature: float
+    max_tokens: Natural
+    concurrency: Natural
+    seed: int
+    block_size: Natural
+    """The anchor and the drafts of a step."""
+    budget: Natural | None
+    """Tree nodes a step; None for the chain alone."""
+
+
+class Decoding(Part):
+    """One way of decoding at one temperature; the terms are those of `eval/acceptance.py`."""
+
+    acceptance_length: float
+    standard_error: float | None
+    """Of the acceptance length, over requests."""
+    mean_of_request_means: float | None
+    tokens_per_second: float
+    """Generated tokens of all requests / wall-clock seconds, at the stated concurrency."""
+    steps: Natural
+    committed_tokens: Natural
+    accepted_by_depth: list[Share]
+    """[k-1]: share of the steps that accepted at least k drafts; empty for plain decoding."""
+    repeated_8gram_share: Share
+    coalesced: bool
+    """The server merged chunks: steps and depths are the engine's counters, which know no cut at the end."""
+    undrafted_steps: Natural
+
+
+class TreeDecoding(Decoding):
+    nodes_per_step: float
+
+
+class DivergencePart(Part):
+    prompt_id: str
+    position: Natural
+    """Of the first differing token in the response."""
+    gap: float | Literal["outside the top k", "ended early"]
+    """In nats, between the plain run's token and the chain's, by the plain run."""
+    is_near_tie: bool
+
+
+class LosslessPart(Part):
+    """Greedy chain against greedy plain decoding."""
+
+    lossless: bool
+    """Every divergence is a near-tie."""
+    n_prompts: Natural
+    n_diverging: Natural
+    n_near_ties: Natural
+    near_tie_nats: float
+    divergences: list[DivergencePart]
+
+
+class AtTemperature(Part):
+    temperature: float
+    plain: Decoding | None
+    chain: Decoding
+    tree: TreeDecoding | None = None
+
+
+class Report(Part):
+    schema_version: Literal[1] = 1
+    target: TargetPart
+    drafter: DrafterPart
+    engine: EnginePart
+    settings: Settings
+    plain: Decoding | None
+    """None where only a URL was given."""
+    chain: Decoding
+    tree: TreeDecoding | None = None
+    lossless: LosslessPart | None
+    """None unless both plain and chain ran at temperature 0."""
+    seconds: dict[str, Seconds]
+    """By phase."""
+    other_temperatures: list[AtTemperature]
+    recipe: dict[str, Any] | None
+    provenance: dict[str, Any]
+
+    def by_temperature(self) -> list[AtTemperature]:
+        """All that was measured, the report's own temperature first."""
+        own = AtTemperature(
+            temperature=self.settings.temperature, plain=self.plain, chain=self.chain, tree=self.tree
+        )
+        return [own, *self.other_temperatures]
+
+
+def write_report(path: Path, report: Report) -> None:
+    """Atomically: a reader sees the former file or this one."""
+    write_json(path, report.model_dump(mode="json"))

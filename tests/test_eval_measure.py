@@ -1,0 +1,234 @@
+"""`eval/measure.py` from its command line to report.json, with stub engines for vLLM's."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from drafters import TINY_RECIPE, tiny_recipe, write_random_drafter
+from stub_engine import Answer, Stub, serve_stub, tokens_in_chunks
+
+from eval import measure
+from eval.job import Options, make_job
+from eval.report import Report
+from recipes.errors import UserError
+from recipes.load import write_resolved
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SCRIPT = REPOSITORY / "eval" / "measure.py"
+NUM_PROMPTS = 3
+STEPS = [[1, 8, 3, 2], [1, 4, 4], [1, 1, 1, 6]]  # chunk sizes of the chain's answers
+
+
+def write_prompts(path, words):
+    chats = ({"messages": [{"role": "user", "content": f"{words} {i}"}]} for i in range(NUM_PROMPTS))
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    return path
+
+
+@pytest.fixture
+def suite(tmp_path):
+    return write_prompts(tmp_path / "suite.jsonl", "held out")
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """The demo's, with training prompts that are read at once."""
+    prompts = write_prompts(tmp_path / "training.jsonl", "trained on")
+    write_resolved(tiny_recipe(f"data.prompts={prompts}"), tmp_path / "recipe")
+    return tmp_path / "recipe" / "recipe.yaml"
+
+
+def options(tmp_path, **changes):
+    given = {
+        "url": None,
+        "ckpt": None,
+        "recipe": None,
+        "out": tmp_path / "report.json",
+        "overrides": {},
+        "tensorboard": None,
+        "step": None,
+        "simulated": None,
+    }
+    return Options(**(given | changes))
+
+
+def run_script(*arguments, timeout=120):
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def chain_stub(**changes):
+    return Stub([Answer(tokens_in_chunks(sizes)) for sizes in STEPS], num_drafts=7, **changes)
+
+
+def plain_stub():
+    """Says what the chain says, but for the second prompt's token 2, which is a near-tie."""
+    answers = [Answer([[token] for token in range(100, 100 + sum(sizes))]) for sizes in STEPS]
+    odd = [[100], [101], [55], *([token] for token in range(103, 109))]
+    tops = [{chunk[0]: -0.1} for chunk in odd]
+    tops[2] = {55: -0.7, 102: -0.75}
+    answers[1] = Answer(odd, top_logprobs=tops)
+    return Stub(answers, num_drafts=0)
+
+
+@pytest.fixture
+def stub_servers(monkeypatch):
+    """Stub engines in the place of `serve.server.serving`."""
+    started = []
+
+    @contextmanager
+    def serving(target, serve, ckpt, budget, log_path):
+        started.append((ckpt, budget))
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        log_path.write_text("Using V2 Model Runner\n")
+        with serve_stub(plain_stub() if budget == 0 else chain_stub()) as url:
+            yield url
+
+    monkeypatch.setattr(measure, "serving", serving)
+    return started
+
+
+def test_a_served_drafter_is_measured_and_reported(suite, tmp_path):
+    with serve_stub(chain_stub()) as url:
+        out = tmp_path / "new" / "report.json"
+        done = run_script("--url", url, "--suite", suite, "--out", out, "--num-prompts", NUM_PROMPTS)
+    assert done.returncode == 0, done.stderr
+    report = Report.model_validate_json(out.read_text())
+    assert report.chain.acceptance_length == report.other_temperatures[0].chain.acceptance_length == 29 / 8
+    assert (report.plain, report.lossless, report.settings.block_size) == (None, None, 8)
+    assert report.target.model == "stub-target"
+    for expected in ("3.62", "share of steps", str(out)):
+        assert expected in done.stdout
+
+
+def test_a_checkpoint_is_measured_plainly_and_then_as_a_chain(suite, recipe, tmp_path, stub_servers):
+    ckpt = write_random_drafter(tmp_path / "checkpoint-5")
+    overrides = {"suite": str(suite), "num_prompts": NUM_PROMPTS, "temperatures": [0.0, 0.7]}
+    job = make_job(options(tmp_path, ckpt=ckpt, recipe=recipe, overrides=overrides))
+    report = measure.measure(job)
+    assert stub_servers == [(None, 0), (ckpt.resolve(), None)]
+    assert report.plain.acceptance_length == 1.0
+    assert report.chain.acceptance_length == 29 / 8
+    assert (report.engine.runner, report.engine.device, report.engine.precision) == ("V2", "cpu", "bfloat16")
+    assert report.target.fingerprint is not None
+    assert list(report.seconds) == [
+        *("start plain", "warm up plain", "plain, T = 0", "plain, T = 0.7", "plain, T = 0, for comparison"),
+        *("start chain", "warm up chain", "chain, T = 0", "chain, T = 0.7"),
+    ]
+
+
+def test_greedy_divergences_are_told_with_their_gap(suite, recipe, tmp_path, stub_servers):
+    ckpt = write_random_drafter(tmp_path / "drafter")
+    overrides = {"suite": str(suite), "num_prompts": NUM_PROMPTS, "temperatures": [0.7, 0.0]}
+    found = measure.measure(
+        make_job(options(tmp_path, ckpt=ckpt, recipe=recipe, overrides=overrides))
+    ).lossless
+    assert (found.lossless, found.n_prompts, found.n_diverging, found.n_near_ties) == (True, 3, 1, 1)
+    (divergence,) = found.divergences
+    assert (divergence.position, divergence.gap) == (2, pytest.approx(0.05))
+
+
+def test_losslessness_is_unknown_without_a_greedy_run(suite, recipe, tmp_path, stub_servers):
+    ckpt = write_random_drafter(tmp_path / "drafter")
+    overrides = {"suite": str(suite), "num_prompts": NUM_PROMPTS, "temperatures": [0.7]}
+    job = make_job(options(tmp_path, ckpt=ckpt, recipe=recipe, overrides=overrides))
+    assert measure.measure(job).lossless is None
+
+
+def test_a_kill_in_mid_measure_leaves_no_report(suite, tmp_path):
+    out = tmp_path / "out" / "report.json"
+    stub = chain_stub(pause_s=0.5)
+    with serve_stub(stub) as url:
+        arguments = ["--url", url, "--suite", suite, "--out", out, "--num-prompts", NUM_PROMPTS]
+        child = subprocess.Popen(
+            [sys.executable, str(SCRIPT), *map(str, arguments)], stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + 60
+        while len(stub.requests) < 2 and time.monotonic() < deadline:  # the warm-up and one of the prompts
+            time.sleep(0.05)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    assert len(stub.requests) >= 2
+    assert list(out.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--suite", "nowhere.jsonl", "--url", "http://127.0.0.1:9"], "nowhere.jsonl"),
+        (["--suite", "SUITE"], "--ckpt"),
+        (["--suite", "SUITE", "--url", "http://127.0.0.1:9", "--ckpt", "here"], "--url"),
+        (["--url", "http://127.0.0.1:9"], "--suite"),
+        (["--suite", "SUITE", "--url", "http://127.0.0.1:9"], "no server answers"),
+        (["--suite", "SUITE", "--url", "http://127.0.0.1:9", "--concurrency", "0"], "concurrency"),
+        (["--suite", "SUITE", "--url", "http://127.0.0.1:9", "--tensorboard", "tb"], "--step"),
+        (["--suite", "SUITE", "--ckpt", "nowhere", "--recipe", str(TINY_RECIPE)], "nowhere"),
+    ],
+)
+def test_a_mistake_ends_with_code_2_and_says_what(arguments, said, suite, tmp_path):
+    arguments = [str(suite) if argument == "SUITE" else argument for argument in arguments]
+    done = run_script(*arguments, "--num-prompts", NUM_PROMPTS, "--out", tmp_path / "report.json")
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "report.json").exists()
+
+
+def test_a_server_that_decodes_plainly_is_refused(suite, tmp_path):
+    with serve_stub(plain_stub()) as url:
+        job = make_job(
+            options(tmp_path, url=url, overrides={"suite": str(suite), "num_prompts": NUM_PROMPTS})
+        )
+        with pytest.raises(UserError, match="decodes plainly"):
+            measure.measure(job)
+
+
+def test_a_suite_that_shares_prompts_with_the_training_set_is_refused(suite, recipe, tmp_path):
+    trained_on = (tmp_path / "training.jsonl").read_text().splitlines()[1]
+    suite.write_text(suite.read_text() + trained_on + "\n")
+    given = options(tmp_path, url="http://127.0.0.1:9", recipe=recipe, overrides={"suite": str(suite)})
+    with pytest.raises(UserError, match=r"shares 1 of its 4 prompts .* 'trained on 1'"):
+        make_job(given)
+
+
+def test_the_demos_suite_shares_no_prompt_with_its_training_set(tmp_path):
+    job = make_job(options(tmp_path, url="http://127.0.0.1:9", recipe=TINY_RECIPE))
+    assert len(job.prompts) == job.settings.num_prompts
+
+
+def test_an_unwritable_out_is_refused_before_anything_runs(suite, tmp_path):
+    overrides = {"suite": str(suite), "num_prompts": NUM_PROMPTS}
+    for out in (tmp_path, suite / "report.json"):
+        with pytest.raises(UserError, match="--out"):
+            make_job(options(tmp_path, url="http://127.0.0.1:9", out=out, overrides=overrides))
+
+
+def test_the_recipes_eval_section_is_the_default_and_the_command_line_wins(suite, recipe, tmp_path):
+    url, overrides = "http://127.0.0.1:9/", {"suite": str(suite), "max_tokens": 9}
+    job = make_job(options(tmp_path, url=url, recipe=recipe, overrides=overrides))
+    assert (job.settings.concurrency, job.settings.max_tokens) == (job.recipe.eval.concurrency, 9)
+    assert job.url == "http://127.0.0.1:9"
+
+
+def test_points_for_tensorboard_are_written_at_the_given_step(suite, tmp_path):
+    with serve_stub(chain_stub()) as url:
+        done = run_script(
+            *(
+                "--url",
+                url,
+                "--suite",
+                suite,
+                "--out",
+                tmp_path / "report.json",
+                "--num-prompts",
+                NUM_PROMPTS,
+            ),
+            *("--tensorboard", tmp_path / "tb", "--step", 7, "--simulated", 4.0),
+        )
+    assert done.returncode == 0, done.stderr
+    assert [path.name.startswith("events.out") for path in (tmp_path / "tb").iterdir()] == [True]

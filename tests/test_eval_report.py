@@ -1,0 +1,206 @@
+"""report.json, the table a person reads, and the points on TensorBoard."""
+
+import json
+
+import pytest
+from pydantic import ValidationError
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from eval.curves import curve_points, write_curves
+from eval.report import (
+    AtTemperature,
+    Decoding,
+    DivergencePart,
+    DrafterPart,
+    EnginePart,
+    LosslessPart,
+    Report,
+    Settings,
+    TargetPart,
+    write_report,
+)
+from eval.table import draw_bar, print_report
+
+DESIGN_FIELDS = [
+    "schema_version",
+    "target",
+    "drafter",
+    "engine",
+    "settings",
+    "plain",
+    "chain",
+    "tree",
+    "lossless",
+    "seconds",
+]
+DECODING_FIELDS = ["acceptance_length", "tokens_per_second", "steps", "committed_tokens", "accepted_by_depth"]
+
+
+def decoding(length=2.5, by_depth=(1.0, 0.5), **changes):
+    fields = {
+        "acceptance_length": length,
+        "standard_error": 0.125,
+        "mean_of_request_means": 2.75,
+        "tokens_per_second": 30.0,
+        "steps": 200,
+        "committed_tokens": int(200 * length),
+        "accepted_by_depth": list(by_depth),
+        "repeated_8gram_share": 0.0625,
+        "coalesced": False,
+        "undrafted_steps": 0,
+    }
+    return Decoding(**(fields | changes))
+
+
+SETTINGS = Settings(
+    suite="stdlib:heldout",
+    n_prompts=4,
+    temperature=0.0,
+    max_tokens=64,
+    concurrency=16,
+    seed=0,
+    block_size=3,
+    budget=None,
+)
+WARMER = decoding(1.5, (0.4, 0.1))
+
+
+def plain():
+    return decoding(1.0, (), standard_error=0.0, mean_of_request_means=1.0, tokens_per_second=20.0)
+
+
+def lossless_part(gap=0.0625, is_near_tie=True):
+    divergence = DivergencePart(prompt_id="p3", position=7, gap=gap, is_near_tie=is_near_tie)
+    return LosslessPart(
+        lossless=is_near_tie,
+        n_prompts=4,
+        n_diverging=1,
+        n_near_ties=int(is_near_tie),
+        near_tie_nats=0.25,
+        divergences=[divergence],
+    )
+
+
+def report(**changes):
+    fields = {
+        "target": TargetPart(model="tiny", fingerprint="ab" * 32),
+        "drafter": DrafterPart(checkpoint="/runs/checkpoint-400", step=400),
+        "engine": EnginePart(vllm="0.32.0", runner="V2", device="cpu", precision="bfloat16"),
+        "settings": SETTINGS,
+        "plain": plain(),
+        "chain": decoding(),
+        "lossless": lossless_part(),
+        "seconds": {"start plain": 14.0, "plain, T = 0": 30.0},
+        "other_temperatures": [AtTemperature(temperature=0.7, plain=plain(), chain=WARMER)],
+        "recipe": None,
+        "provenance": {},
+    }
+    return Report(**(fields | changes))
+
+
+def printed(shown, width=100):
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    print_report(shown, console)
+    return console.export_text()
+
+
+def test_a_report_survives_its_file(tmp_path):
+    write_report(tmp_path / "report.json", report())
+    text = (tmp_path / "report.json").read_text()
+    assert Report.model_validate_json(text) == report()
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_the_file_has_the_fields_that_people_and_scripts_rely_on(tmp_path):
+    write_report(tmp_path / "report.json", report())
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert set(DESIGN_FIELDS) <= set(content)
+    assert (content["schema_version"], content["tree"]) == (1, None)
+    for section in (content["plain"], content["chain"], content["other_temperatures"][0]["chain"]):
+        assert set(DECODING_FIELDS) <= set(section)
+
+
+@pytest.mark.parametrize("change", [{"schema_version": 2}, {"acceptance": 3.0}, {"seconds": {"plain": "12"}}])
+def test_a_report_of_another_shape_is_refused(change):
+    with pytest.raises(ValidationError):
+        Report.model_validate(report().model_dump() | change)
+
+
+def test_the_table_shows_plain_and_chain_at_each_temperature():
+    text = printed(report())
+    numbers = ("2.50 ±0.12", "1.50 ±0.12", "1.50x", "500", "200", "6.2%")
+    for expected in ("T = 0.7", *numbers, "stdlib:heldout", "V2"):
+        assert expected in text
+
+
+def test_the_table_fits_eighty_columns():
+    assert max(map(len, printed(report(), width=80).splitlines())) <= 80
+    assert "…" not in printed(report(), width=80)
+
+
+def test_bars_are_as_long_as_their_share():
+    shares = (0, 1 / 32, 0.5, 0.53125, 1)
+    assert [draw_bar(share, cells=4) for share in shares] == ["", "▏", "██", "██▏", "████"]
+
+
+def test_each_depth_has_a_bar_and_a_share_for_each_temperature():
+    lines = printed(report()).splitlines()
+    first = next(line for line in lines if line.strip().startswith("1 "))
+    second = next(line for line in lines if line.strip().startswith("2 "))
+    assert first.count("█") == 2 * second.count("█") == 40
+    assert "100.0%" in first
+    assert "40.0%" in first
+
+
+def test_near_ties_are_counted_with_their_gaps():
+    text = " ".join(printed(report()).split())
+    assert "3 of 4 responses equal" in text
+    assert "gaps: 0.062" in text or "gaps: 0.063" in text
+
+
+def test_a_real_divergence_is_called_one():
+    assert "NOT LOSSLESS" in printed(report(lossless=lossless_part("outside the top k", is_near_tie=False)))
+
+
+def test_merged_chunks_and_undrafted_steps_are_said():
+    odd = decoding(coalesced=True, standard_error=None, mean_of_request_means=None, undrafted_steps=3)
+    text = printed(report(chain=odd))
+    assert "merged the chunks" in text
+    assert "3 steps had no draft" in text
+
+
+def test_an_acceptance_of_next_to_nothing_names_the_usual_suspects():
+    text = printed(report(chain=decoding(1.04, (0.03, 0.01))))
+    for suspect in ("taps", "mask id", "window", "template", "runner"):
+        assert f" {suspect} " in text
+    assert " taps " not in printed(report(chain=decoding(1.06, (0.05, 0.01))))
+
+
+def test_a_report_without_a_plain_run_prints_no_speed_up():
+    text = printed(report(plain=None, lossless=None, other_temperatures=[]))
+    assert "plain" not in text
+
+
+def test_curves_hold_acceptance_depths_time_and_gap_at_their_step(tmp_path):
+    write_curves(tmp_path, 400, curve_points(report(), simulated=3.0))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    found = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+    assert {tag: (points[0].step, points[0].value) for tag, points in found.items()} == {
+        "accept_real/chain": (400, 2.5),
+        "accept_real/depth_1": (400, 1.0),
+        "accept_real/depth_2": (400, 0.5),
+        "accept_gap": (400, 0.5),
+        "time/measure_s": (400, 44.0),
+    }
+
+
+def test_there_is_no_gap_without_a_simulated_length():
+    assert "accept_gap" not in curve_points(report(), simulated=None)
+
+
+def test_a_second_measurement_adds_its_points_to_the_same_curves(tmp_path):
+    for step, length in (100, 1.5), (200, 2.0):
+        write_curves(tmp_path, step, curve_points(report(chain=decoding(length)), None))
+    points = EventAccumulator(str(tmp_path)).Reload().Scalars("accept_real/chain")
+    assert [(point.step, point.value) for point in points] == [(100, 1.5), (200, 2.0)]
