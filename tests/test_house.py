@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 ORDER = ["recipes", "serve", "data", "train", "eval"]  # each may import itself and those before it
 DISTRIBUTION = "draftsmith"
 SEAM = "serve/seam.py"
-PUBLIC_VLLM_SERVER = "vllm.entrypoints.openai"
+PUBLIC_VLLM_SERVERS = ("vllm.entrypoints.openai", "vllm.entrypoints.launchers")  # 0.32 moved it
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def reaches_into_vllm(found: Import) -> bool:
         return False
     if found.module == "vllm":
         return found.name is not None and found.name not in public_vllm_names()
-    return found.module != PUBLIC_VLLM_SERVER and not found.module.startswith(PUBLIC_VLLM_SERVER + ".")
+    return not any(f"{found.module}.".startswith(f"{server}.") for server in PUBLIC_VLLM_SERVERS)
 
 
 def attributes_of_vllm(file: str, source: str) -> Iterator[str]:

@@ -1,0 +1,129 @@
+"""How the vLLM engine is set up: its process environment and its arguments.
+
+One home for both, so that the engine that makes the training data and the one that judges a drafter are the
+same.  Does not import vllm: the environment must be right before anyone does.
+"""
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from recipes.errors import UserError
+from recipes.load import resolve_model
+from recipes.schema import Serve, Target
+from serve.checkpoint import read_drafter_config
+from serve.drafter_config import parse_config
+
+# What a launcher (deepspeed, torchrun, mpirun) tells its ranks; an engine that reads it joins their group.
+_RANK_VARIABLES = frozenset(
+    prefix + name for prefix in ("", "LOCAL_", "GROUP_", "ROLE_") for name in ("RANK", "WORLD_SIZE")
+) | {"LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_RANK_PREFIXES = ("CROSS_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "DS_")
+# The recipe is the only home of these.
+_OVERRIDING_VARIABLES = frozenset({"VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MULTIPROCESSING"})
+PLAIN_BUDGET = 0
+
+
+def is_cuda() -> bool:
+    """Whether the installed engine is vLLM's CUDA build; its CPU build is the distribution vllm-cpu."""
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def child_environment(serve: Serve) -> dict[str, str]:
+    """os.environ for a process that imports vllm: no launcher's ranks, and what this device's build needs."""
+    inherited = {name: value for name, value in os.environ.items() if not _is_foreign(name)}
+    if is_cuda():
+        return inherited | _common_variables() | _cuda_variables()
+    return _cpu_defaults() | inherited | _common_variables() | {"TRITON_INTERPRET": "1"}
+
+
+def _is_foreign(name: str) -> bool:
+    return name in _RANK_VARIABLES | _OVERRIDING_VARIABLES or name.startswith(_RANK_PREFIXES)
+
+
+def _common_variables() -> dict[str, str]:
+    return {
+        # said aloud, so that an engine that cannot have the V2 runner refuses instead of taking another
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def _cpu_defaults() -> dict[str, str]:
+    # vLLM leaves a core free where it starts workers, but not where the engine runs inside its driver: there
+    # OpenMP's threads wait for one another, 457 ms a chain step of 16 requests against 99 (2 busy cores)
+    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1))}
+
+
+def _cuda_variables() -> dict[str, str]:
+    return {} if _has_flashinfer() else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+
+
+def _has_flashinfer() -> bool:
+    return importlib.util.find_spec("flashinfer") is not None
+
+
+def engine_arguments(target: Target, serve: Serve, ckpt: Path | None, budget: int | None) -> dict[str, Any]:
+    """Keyword arguments of vLLM's EngineArgs (and of LLM).
+
+    `budget` None drafts the stock DFlash chain with the checkpoint, PLAIN_BUDGET decodes without a drafter.
+    """
+    check_budget(budget)
+    arguments = _target_arguments(target) | _capacity_arguments(serve) | _device_arguments(serve)
+    if ckpt is not None and budget != PLAIN_BUDGET:
+        arguments["speculative_config"] = _chain_config(ckpt)
+    return arguments
+
+
+def check_budget(budget: int | None) -> None:
+    """Raises UserError for a budget that this version does not serve."""
+    if budget not in (None, PLAIN_BUDGET):
+        raise UserError(
+            f"budget {budget}: draft trees are not in this version; leave --budget out for the chain,"
+            f" or write --budget {PLAIN_BUDGET} for plain decoding"
+        )
+
+
+def _target_arguments(target: Target) -> dict[str, Any]:
+    return {
+        "model": resolve_model(target.model),
+        "revision": target.revision,
+        "dtype": target.dtype,
+        "load_format": target.load_format,
+    }
+
+
+def _capacity_arguments(serve: Serve) -> dict[str, Any]:
+    return {
+        "max_model_len": serve.max_model_len,
+        "max_num_seqs": serve.max_num_seqs,
+        "max_num_batched_tokens": serve.max_num_batched_tokens,
+        "tensor_parallel_size": serve.tensor_parallel_size,
+        "enforce_eager": serve.enforce_eager,
+        # a cached prefix has no hidden states to capture, and vLLM's CPU build refuses it for hybrid targets
+        "enable_prefix_caching": False,
+    }
+
+
+def _device_arguments(serve: Serve) -> dict[str, Any]:
+    if is_cuda():
+        kernels = {} if _has_flashinfer() else {"gdn_prefill_backend": "triton"}
+        return {"gpu_memory_utilization": serve.gpu_memory_utilization, "additional_config": kernels}
+    # the section of serve/seam.py: bit-equal stand-ins for the kernels that crawl in Triton's interpreter
+    return {
+        "kv_cache_memory_bytes": int(serve.kv_cache_gib * 2**30),
+        "additional_config": {"draftsmith": {}},
+    }
+
+
+def _chain_config(ckpt: Path) -> Mapping[str, Any]:
+    config = parse_config(read_drafter_config(ckpt), str(ckpt))
+    return {"method": "dflash", "model": str(ckpt), "num_speculative_tokens": config.block_size - 1}

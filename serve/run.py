@@ -1,0 +1,62 @@
+"""The evaluation server: vLLM's OpenAI API for a target, drafted for by a checkpoint.
+
+    python serve/run.py --ckpt CKPT [--recipe R | --target MODEL] [--budget 0] [--port P] [--check]
+
+Only reads aloud; vllm is imported once the environment is right.
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recipes.errors import run_command
+from serve.engine import child_environment, engine_arguments
+from serve.lifetime import follow_parent
+from serve.plan import Request, make_plan
+from serve.ports import require_free_port
+from serve.show import show_plan, show_verdict
+
+if __name__ == "__mp_main__":  # an engine process, which multiprocessing spawned from this file
+    follow_parent(os.getppid())
+
+
+def main(  # noqa: PLR0913, PLR0917 - one per option
+    ckpt: Annotated[Path | None, typer.Option(help="The drafter's checkpoint folder.")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="Target and engine settings of this recipe.")] = None,
+    target: Annotated[str | None, typer.Option(help="The target: a folder or a hub name.")] = None,
+    budget: Annotated[int | None, typer.Option(help="0 decodes plainly; left out: the DFlash chain.")] = None,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port to listen on.")] = 8000,
+    check: Annotated[bool, typer.Option("--check", help="Only verify that the checkpoint fits.")] = False,
+    settings: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    parent: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Serve a target with its drafter, or check that the two fit."""
+    if parent is not None:
+        follow_parent(parent)
+    if not check:
+        require_free_port(host, port)
+    plan = make_plan(Request(ckpt, recipe, target, settings, budget))
+    if check:
+        show_verdict(plan)
+        return
+    arguments = engine_arguments(plan.target, plan.serve, plan.ckpt, plan.budget)
+    show_plan(plan, host, port)
+    _set_environment(child_environment(plan.serve))
+    # only now: vllm reads the environment when it is imported
+    from serve.openai_api import run_api_server  # noqa: PLC0415
+
+    run_api_server(arguments, host, port)
+
+
+def _set_environment(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    run_command(app)

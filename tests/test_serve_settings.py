@@ -1,0 +1,247 @@
+"""What an engine is started with: environment, arguments, the plan behind a command line, and refusals."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from drafters import EMBEDDED_TARGET, REPOSITORY, TINY_RECIPE, tiny_recipe, write_random_drafter
+
+from recipes.errors import MISTAKE, UserError
+from recipes.manifest import CheckpointManifest, identify_target, provenance, write_json
+from serve.engine import child_environment, engine_arguments, is_cuda
+from serve.plan import Request, make_plan
+from serve.ports import find_free_port, require_free_port
+
+RUN = REPOSITORY / "serve" / "run.py"
+on_cpu = pytest.mark.skipif(is_cuda(), reason="the CPU build's settings")
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> Path:
+    """A checkpoint without draftsmith.json."""
+    return write_random_drafter(tmp_path_factory.mktemp("published"))
+
+
+@pytest.fixture
+def ours(tmp_path) -> Path:
+    """A checkpoint that names its target."""
+    return write_manifest(write_random_drafter(tmp_path / "checkpoint-3"))
+
+
+def write_manifest(ckpt: Path, **target_changes: object) -> Path:
+    recipe = tiny_recipe()
+    manifest = CheckpointManifest(
+        target=identify_target(recipe.target).model_copy(update=target_changes),
+        recipe=recipe.model_dump(mode="json"),
+        provenance=provenance(),
+        step=3,
+        sequences_seen=24,
+        tokens_seen=2400,
+    )
+    write_json(ckpt / "draftsmith.json", manifest)
+    return ckpt
+
+
+def request(**changes: object) -> Request:
+    return Request(
+        **({"ckpt": None, "recipe": None, "target": None, "settings": None, "budget": None} | changes)
+    )
+
+
+LAUNCHERS = (
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE LOCAL_SIZE MASTER_ADDR MASTER_PORT CROSS_RANK CROSS_SIZE"
+    " OMPI_COMM_WORLD_RANK PMI_RANK TORCHELASTIC_RUN_ID DS_ENV_FILE"
+)
+
+
+@pytest.mark.parametrize("name", [*LAUNCHERS.split(), "VLLM_CPU_KVCACHE_SPACE"])
+def test_an_engine_does_not_inherit(monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    assert name not in child_environment(tiny_recipe().serve)
+
+
+@pytest.mark.parametrize("name", ["PATH", "HF_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"])
+def test_an_engine_inherits(monkeypatch, name):
+    monkeypatch.setenv(name, "kept")
+    assert child_environment(tiny_recipe().serve)[name] == "kept"
+
+
+@on_cpu
+def test_triton_is_interpreted_on_a_cpu(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert child_environment(tiny_recipe().serve)["TRITON_INTERPRET"] == "1"
+
+
+@on_cpu
+def test_an_engine_leaves_a_core_free_unless_told_otherwise(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    assert child_environment(tiny_recipe().serve)["OMP_NUM_THREADS"] == str(max(1, cores - 1))
+
+
+def test_the_chain_drafts_a_token_less_than_a_block(published):
+    recipe = tiny_recipe()
+    speculative = engine_arguments(recipe.target, recipe.serve, published, None)["speculative_config"]
+    assert speculative == {"method": "dflash", "model": str(published), "num_speculative_tokens": 7}
+
+
+def test_budget_zero_loads_no_drafter(published):
+    recipe = tiny_recipe()
+    plain = engine_arguments(recipe.target, recipe.serve, None, None)
+    assert engine_arguments(recipe.target, recipe.serve, published, 0) == plain
+    assert "speculative_config" not in plain
+
+
+@pytest.mark.parametrize("budget", [-1, 1, 15])
+def test_a_tree_budget_is_refused_by_name(published, budget):
+    recipe = tiny_recipe()
+    with pytest.raises(UserError, match="trees are not in this version"):
+        engine_arguments(recipe.target, recipe.serve, published, budget)
+    with pytest.raises(UserError, match="trees are not in this version"):
+        make_plan(request(ckpt=published, recipe=TINY_RECIPE, budget=budget))
+
+
+@on_cpu
+def test_the_kv_cache_is_as_large_as_the_recipe_says():
+    recipe = tiny_recipe("serve.kv_cache_gib=0.5")
+    assert engine_arguments(recipe.target, recipe.serve, None, None)["kv_cache_memory_bytes"] == 2**29
+
+
+def test_the_cpu_kernels_are_asked_for_in_the_seams_own_section():
+    from serve.seam import SECTION  # noqa: PLC0415 - torch, which no other test here needs
+
+    recipe = tiny_recipe()
+    asked = engine_arguments(recipe.target, recipe.serve, None, None)["additional_config"]
+    assert (SECTION in asked) is not is_cuda()
+
+
+def test_a_checkpoint_brings_its_own_target_and_settings(ours):
+    plan = make_plan(request(ckpt=ours))
+    assert (plan.target, plan.serve) == (tiny_recipe().target, tiny_recipe().serve)
+
+
+def test_latest_is_resolved_to_the_checkpoint_it_names(ours):
+    latest = ours.parent / "latest"
+    latest.symlink_to(ours.name)
+    assert make_plan(request(ckpt=latest)).ckpt == ours
+
+
+def test_a_checkpoint_for_another_target_is_refused(ours):
+    write_manifest(ours, fingerprint="0" * 64, model="some/other")
+    for given in ({}, {"recipe": TINY_RECIPE}, {"target": str(EMBEDDED_TARGET)}):
+        with pytest.raises(UserError, match="a checkpoint for another target: it was made for some/other"):
+            make_plan(request(ckpt=ours, **given))
+
+
+def test_a_published_checkpoint_needs_to_be_told_its_target(published):
+    with pytest.raises(UserError, match=r"--recipe RECIPE or --target MODEL"):
+        make_plan(request(ckpt=published))
+    assert make_plan(request(ckpt=published, target=str(EMBEDDED_TARGET))).serve.max_model_len == 4096
+    assert make_plan(request(ckpt=published, recipe=TINY_RECIPE)).serve.max_model_len == 512
+
+
+def test_a_target_alone_is_served_plainly():
+    assert make_plan(request(target=str(EMBEDDED_TARGET))).drafter is None
+
+
+def test_two_sources_of_the_target_are_refused(published):
+    with pytest.raises(UserError, match="--recipe and --target"):
+        make_plan(request(ckpt=published, recipe=TINY_RECIPE, target="x/y"))
+
+
+def test_nothing_to_serve_is_refused():
+    with pytest.raises(UserError, match="nothing to serve"):
+        make_plan(request())
+
+
+def test_a_manifest_whose_recipe_has_no_target_is_refused(ours):
+    path = ours / "draftsmith.json"
+    content = json.loads(path.read_text())
+    del content["recipe"]["target"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"draftsmith\.json: its recipe does not load"):
+        make_plan(request(ckpt=ours))
+
+
+def test_a_free_port_can_be_had_and_a_taken_one_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=rf"127\.0\.0\.1 port {port}: .*in use; --port \d+ is free"):
+            require_free_port("127.0.0.1", port)
+    require_free_port("127.0.0.1", find_free_port())
+
+
+def test_an_address_of_another_machine_is_refused():
+    with pytest.raises(UserError, match=r"cannot listen on 192\.0\.2\.1"):
+        require_free_port("192.0.2.1", 8000)
+
+
+def run_command_line(*options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(RUN), *map(str, options)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=60)
+
+
+def test_check_says_what_fits(ours):
+    done = run_command_line("--ckpt", ours, "--check")
+    assert done.returncode == 0, done.stderr
+    assert "fits its target" in done.stdout
+    assert "after target layers 1, 3, 5" in done.stdout
+
+
+def test_check_ends_with_2_where_something_does_not_fit(published):
+    (damaged := published / "copy").mkdir()
+    (damaged / "config.json").write_text((published / "config.json").read_text())
+    done = run_command_line("--ckpt", damaged, "--target", EMBEDDED_TARGET, "--check")
+    assert done.returncode == MISTAKE
+    assert "lacks its weights" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_ends_with_2_before_anything_is_loaded(published):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port, start = taken.getsockname()[1], time.monotonic()
+        done = run_command_line("--ckpt", published, "--recipe", TINY_RECIPE, "--port", port)
+    assert done.returncode == MISTAKE
+    assert f"port {port}" in done.stderr
+    assert "--port" in done.stderr
+    assert time.monotonic() - start < 20  # an engine takes longer
+
+
+def test_a_process_follows_its_parent_out():
+    child = (
+        "import os, time, serve.lifetime as l; l.follow_parent(os.getppid());"
+        " print('up', flush=True); time.sleep(60)"
+    )
+    parent = (
+        "import subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)\n"
+        "child.wait()"
+    )
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child_pid = int(process.stdout.readline())
+        process.kill()
+    deadline = time.monotonic() + 10
+    while _is_running(child_pid):
+        assert time.monotonic() < deadline, "the child outlived its parent"
+        time.sleep(0.05)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_a_process_whose_parent_is_gone_already_ends_at_once():
+    code = "import serve.lifetime as l; l.follow_parent(-1); print('still here')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, env=os.environ)
+    assert done.stdout == b""
