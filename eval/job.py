@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.prompts import Prompt
 from pydantic import ValidationError
 
+from data.prompts import Prompt
 from eval.suite import load_suite
 from recipes.errors import UserError
 from recipes.load import load_recipe

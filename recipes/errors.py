@@ -33,7 +33,7 @@ def run_command(command: Callable[[], None]) -> None:
     except MachineError as fault:
         end(str(fault), FAULT)
     except OSError as fault:
-        if fault.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if fault.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         what = fault.filename or "a file"
         end(

@@ -96,7 +96,7 @@ class Data(Section):
     max_prompt_tokens: Positive = 1024
     """Longer prompts are dropped and counted."""
     shard_tokens: Positive = 200_000
-    """A shard is closed once it holds this many tokens."""
+    """A shard takes prompts until their longest possible sequences hold this many tokens."""
     check_sequences: Natural = 8
     """Sequences whose taps are compared with forward hooks on the transformers model."""
     check_cosine: Share = 0.999

@@ -59,8 +59,10 @@ def _common_variables() -> dict[str, str]:
 
 def _cpu_defaults() -> dict[str, str]:
     # vLLM leaves a core free where it starts workers, but not where the engine runs inside its driver: there
-    # OpenMP's threads wait for one another, 457 ms a chain step of 16 requests against 99 (2 busy cores)
-    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1))}
+    # OpenMP's threads wait for one another, 457 ms a chain step of 16 requests against 99 (2 busy cores); and
+    # threads that spin less while they wait leave the cores to whoever works, 49 ms a step against 66 to 118
+    threads = max(1, len(os.sched_getaffinity(0)) - 1)
+    return {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "1000"}
 
 
 def _cuda_variables() -> dict[str, str]:

@@ -49,9 +49,11 @@ def write_tensors(
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except OSError as error:
+        error.filename = str(path)  # a failed write does not say where
         raise
+    finally:
+        temporary.unlink(missing_ok=True)
     if survives_power_cut:
         _sync_directory(path.parent)
     return digest.hexdigest()

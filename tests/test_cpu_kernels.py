@@ -358,10 +358,43 @@ def make_drafter(draws: Draws) -> Launch:
     return Launch((requests, 1), arguments, list(out.values()))
 
 
+def make_log_softmax(draws: Draws) -> Launch:
+    rows, vocab, listed = 5, 2051, 3
+    out = torch.zeros(rows, listed)
+    arguments = {
+        "output_ptr": out,
+        "logits_ptr": draws.logits(rows, vocab, dtype=torch.bfloat16),
+        "logits_stride": vocab,
+        "topk_ids_ptr": draws.integers(0, vocab, rows, listed, dtype=torch.int64),
+        "topk_ids_stride": listed,
+        "topk": listed,
+        "vocab_size": vocab,
+        "BLOCK_SIZE": 1024,
+        "TOPK_BLOCK_SIZE": 4,
+    }
+    return Launch((rows,), arguments, [out])
+
+
+def make_ranks(draws: Draws) -> Launch:
+    rows, vocab = 5, 2051
+    out = torch.zeros(rows, dtype=torch.int64)
+    arguments = {
+        "output_ptr": out,
+        "logits_ptr": draws.logits(rows, vocab),
+        "logits_stride": vocab,
+        "token_ids_ptr": draws.integers(0, vocab, rows, dtype=torch.int64),
+        "vocab_size": vocab,
+        "BLOCK_SIZE": 1024,
+    }
+    return Launch((rows,), arguments, [out])
+
+
 CASES: list[tuple[StandIn, Callable[[Draws], Launch]]] = [
     (sampling.scale_by_temperature, make_scale),
     (sampling.draw_tokens, make_draw),
     (sampling.draw_tokens, make_draft_draw),
+    (sampling.take_log_softmax, make_log_softmax),
+    (sampling.rank_tokens, make_ranks),
     (batch.map_slots, make_map_slots),
     (batch.gather_block_tables, make_gather),
     (batch.zero_blocks, make_zero),
@@ -432,6 +465,16 @@ def test_rejection_sampling_gives_the_kernels_tokens(monkeypatch, seed, dtype):
     assert counts.tolist() == quick_counts.tolist()
     for row, count in enumerate(counts.tolist()):
         assert tokens[row, :count].tolist() == quick_tokens[row, :count].tolist()
+
+
+def test_ranks_of_bf16_logits_are_those_of_their_values():
+    launch = make_ranks(Draws(0))
+    logits = launch.arguments["logits_ptr"].bfloat16()
+    arguments = launch.arguments | {"logits_ptr": logits}
+    kernel = HostKernel(interpreted(sampling.rank_tokens), sampling.rank_tokens)
+    kernel[launch.grid](**arguments)
+    own = logits.gather(1, arguments["token_ids_ptr"][:, None])
+    assert torch.equal(launch.written[0], (logits >= own).sum(dim=1))
 
 
 def test_every_stand_in_is_compared():

@@ -4,9 +4,9 @@ import itertools
 import random
 
 import pytest
-from data.prompts import Prompt
 from stub_engine import Answer, Stub, serve_stub, tokens_in_chunks
 
+from data.prompts import Prompt
 from eval.served import identify_server, run_pass, run_reference, warm_up
 from recipes.errors import UserError
 from recipes.schema import Eval

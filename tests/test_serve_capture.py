@@ -1,5 +1,7 @@
 """serve/capture.py: rows of many steps become one contiguous file per request."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -31,11 +33,11 @@ def step(*spans: tuple[str, int, int], rejected: tuple[int, ...] = (), pass_numb
 
 
 @pytest.fixture
-def sink(tmp_path) -> CaptureSink:
+def sink(tmp_path: Path) -> CaptureSink:
     return CaptureSink(tmp_path)
 
 
-def check(tmp_path, name: str, rows: int) -> None:
+def check(tmp_path: Path, name: str, rows: int) -> None:
     hidden, token_ids = read_spooled(tmp_path, name)
     expected = torch.tensor([[state(name, j), -state(name, j)] for j in range(rows)])
     assert torch.equal(hidden, expected)

@@ -4,15 +4,17 @@ import importlib
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 import vllm
 from transformers import AutoModelForCausalLM
+from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from serve.capture import capture_options
-from serve.seam import SeamOptions, read_options
+from serve.seam import SeamOptions, read_options, register
 from serve.seam_checks import (
     CAPTURE_FIELDS,
     CAPTURE_SIGNATURES,
@@ -38,6 +40,15 @@ def test_an_empty_section_captures_nothing():
 
 def test_capture_options_are_read_back():
     assert read_options(capture_options([1, 3])) == SeamOptions((1, 3))
+
+
+def test_the_installed_plugin_is_ours_and_wraps_once():
+    (plugin,) = metadata.entry_points(group="vllm.general_plugins", name="draftsmith")
+    assert plugin.load() is register
+    register()
+    wrapped = WorkerWrapperBase.init_device
+    register()
+    assert WorkerWrapperBase.init_device is wrapped
 
 
 def test_an_unknown_option_is_refused():
@@ -78,7 +89,7 @@ def test_a_missing_field_is_refused_by_name():
 
 
 @pytest.fixture(scope="module")
-def probe(tmp_path_factory) -> dict:
+def probe(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """What tests/capture_probe.py captured beside a drafter, in chunks, with preemptions."""
     folder = tmp_path_factory.mktemp("probe")
     drafter, out = write_random_drafter(folder / "drafter"), folder / "out.pt"

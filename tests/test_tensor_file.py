@@ -50,9 +50,9 @@ def test_a_full_disk_leaves_nothing_behind_and_the_old_file_whole(tmp_path):
 
     def pieces_until_the_disk_is_full():
         yield ROWS[:4]
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=r"No space left.*a\.safetensors"):
         tensors = {"rows": TensorParts(torch.bfloat16, (8, 3), pieces_until_the_disk_is_full())}
         write_tensors(path, tensors)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]

@@ -17,7 +17,7 @@ _INPUT_BATCH = "vllm.v1.worker.gpu.input_batch"
 def number_rows(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(row of each token, its number in that row) for ascending starts and the end of the last row."""
     lengths = np.diff(starts)
-    row_T = np.repeat(np.arange(len(lengths)), lengths)
+    row_T: np.ndarray = np.repeat(np.arange(len(lengths)), lengths)
     return row_T, np.arange(len(row_T)) - (starts[:-1] - starts[0])[row_T]
 
 

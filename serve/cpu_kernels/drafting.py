@@ -78,7 +78,8 @@ def _place_block(a: Arguments, next_R: np.ndarray) -> None:
 
 def _place_samples(a: Arguments, next_R: np.ndarray) -> None:
     """Each mask slot is drawn from at its own position; unused rows point nowhere."""
-    row_R1, ahead_D = np.arange(a.grid[0])[:, None], 1 + np.arange(a.num_speculative_steps)
+    row_R1 = np.arange(a.grid[0])[:, None]
+    ahead_D: np.ndarray = 1 + np.arange(a.num_speculative_steps)
     slot_RD = np.repeat(a.idx_mapping_ptr[: a.grid[0], None], a.num_speculative_steps, axis=1)
     upto, all_rows = slot_RD.size, a.max_num_reqs * a.num_speculative_steps
     for out, value_RD, unused in (

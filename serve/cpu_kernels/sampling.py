@@ -1,4 +1,4 @@
-"""vLLM's sampling kernels (`vllm.v1.worker.gpu.sample.gumbel`) in NumPy: the same arithmetic and tokens.
+"""vLLM's sampling kernels (`vllm.v1.worker.gpu.sample`) in NumPy: the same arithmetic, so the same tokens.
 
 Shapes: T=rows of logits  V=vocabulary  K=blocks of the vocabulary  B=entries of a block
 """
@@ -12,6 +12,8 @@ from serve.cpu_kernels.launch import Arguments, stands_in_for
 
 _DRAFT_NOISE_SALT = 1 << 30
 _U32 = np.uint32
+_GUMBEL = "vllm.v1.worker.gpu.sample.gumbel"
+_LOGPROB = "vllm.v1.worker.gpu.sample.logprob"
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ def to_fp32(values: torch.Tensor | np.ndarray) -> np.ndarray:
 
 
 @stands_in_for(
-    "vllm.v1.worker.gpu.sample.gumbel._temperature_kernel",
+    f"{_GUMBEL}._temperature_kernel",
     "logits_ptr logits_stride expanded_idx_mapping_ptr temperature_ptr vocab_size BLOCK_SIZE",
 )
 def scale_by_temperature(a: Arguments) -> None:
@@ -41,7 +43,7 @@ def scale_by_temperature(a: Arguments) -> None:
 
 
 @stands_in_for(
-    "vllm.v1.worker.gpu.sample.gumbel._gumbel_sample_kernel",
+    f"{_GUMBEL}._gumbel_sample_kernel",
     "local_argmax_ptr local_argmax_stride local_max_ptr local_max_stride logits_cache_ptr"
     " logits_cache_stride_0 logits_cache_stride_1 logits_cache_col_ptr logits_cache_source_ptr"
     " logits_cache_source_stride logits_ptr logits_stride expanded_idx_mapping_ptr seeds_ptr pos_ptr"
@@ -123,4 +125,36 @@ def _rotate(word: np.ndarray, shift: int) -> np.ndarray:
     return (word << _U32(shift)) | (word >> _U32(32 - shift))
 
 
-STAND_INS = [scale_by_temperature, draw_tokens]
+def _as_blocks(a: Arguments) -> np.ndarray:
+    """fp32 [T, K, B] of the rows a kernel runs on."""
+    num_blocks = -(-a.vocab_size // a.BLOCK_SIZE)
+    return split_blocks(to_fp32(a.logits_ptr)[: a.grid[0], : a.vocab_size], num_blocks, a.BLOCK_SIZE)
+
+
+@stands_in_for(
+    f"{_LOGPROB}._topk_log_softmax_kernel",
+    "output_ptr logits_ptr logits_stride topk_ids_ptr topk_ids_stride topk vocab_size BLOCK_SIZE"
+    " TOPK_BLOCK_SIZE",
+)
+def take_log_softmax(a: Arguments) -> None:
+    """log p of each row's listed tokens; exponentials are summed block by block, as the kernel does."""
+    logit_TKB = _as_blocks(a)
+    greatest_T = logit_TKB.max(axis=(1, 2))
+    sum_TK = np.exp(logit_TKB - greatest_T[:, None, None]).sum(axis=2)
+    log_sum_T = np.log(np.add.accumulate(sum_TK, axis=1)[:, -1])
+    listed = np.take_along_axis(logit_TKB.reshape(len(logit_TKB), -1), a.topk_ids_ptr[:, : a.topk], 1)
+    a.output_ptr[:, : a.topk] = listed - greatest_T[:, None] - log_sum_T[:, None]
+
+
+@stands_in_for(
+    f"{_LOGPROB}._ranks_kernel",
+    "output_ptr logits_ptr logits_stride token_ids_ptr vocab_size BLOCK_SIZE",
+)
+def rank_tokens(a: Arguments) -> None:
+    """How many logits of a row are at least its token's; Triton's interpreter compares bf16 ones wrongly."""
+    logit_TV = _as_blocks(a).reshape(a.grid[0], -1)
+    own_T1 = np.take_along_axis(logit_TV, a.token_ids_ptr[: a.grid[0], None], 1)
+    a.output_ptr[: a.grid[0]] = (logit_TV >= own_T1).sum(axis=1)
+
+
+STAND_INS = [scale_by_temperature, draw_tokens, take_log_softmax, rank_tokens]

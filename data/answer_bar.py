@@ -1,0 +1,52 @@
+"""How far the answers are, on stderr: a bar with tokens a second and what is left."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+
+class AnswerBar:
+    """Advanced by the engine's steps."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
+        self._task = task
+        self._tokens = 0
+        self._start = time.monotonic()
+
+    def advance(self, new_tokens: int, finished_answers: int) -> None:
+        self._tokens += new_tokens
+        self._progress.update(self._task, advance=finished_answers, rate=self._rate)
+
+    def tell(self, line: str) -> None:
+        self._progress.console.print(f"{line} ({self._rate:.0f} tokens/s so far)")
+
+    @property
+    def _rate(self) -> float:
+        return self._tokens / (time.monotonic() - self._start)
+
+
+@contextmanager
+def answer_bar(num_answers: int) -> Iterator[AnswerBar]:
+    columns = (
+        TextColumn("answers"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:.0f} tokens/s"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True, highlight=False)) as progress:
+        yield AnswerBar(progress, progress.add_task("", total=num_answers, rate=0.0))

@@ -1,0 +1,122 @@
+"""What a data phase has to do: its shards, which are there already, and whether those belong to it."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from data.groups import Rendered, group_by_shard, render
+from data.prompts import load_prompts
+from data.shards import MANIFEST_NAME, ShardWriter, check_file, shard_name
+from recipes.errors import UserError
+from recipes.load import resolve_model
+from recipes.manifest import ShardManifest, identify_target, provenance, read_manifest
+from recipes.schema import Recipe
+
+_WITHOUT_EFFECT = ("check_sequences", "check_cosine")  # data.* that change no shard
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """A recipe's shards, each a group of prompts; those of `missing` are still to be made."""
+
+    recipe: Recipe
+    folder: Path
+    num_prompts: int
+    """Found, of the data.num_prompts asked for."""
+    groups: list[list[Rendered]]
+    missing: list[int]
+    writer: ShardWriter
+
+    @property
+    def spool(self) -> Path:
+        """Where captured states pass through."""
+        return self.folder / "spool"
+
+    def count_dropped(self) -> dict[str, int]:
+        """Once every shard is there: reason -> prompts without a sequence."""
+        planned = sum(map(len, self.groups))
+        kept = sum(entry.sequences for entry in self.writer.manifest.shards)
+        return {"prompt_too_long": self.num_prompts - planned, "empty_answer": planned - kept}
+
+
+def make_plan(recipe: Recipe) -> ShardPlan:
+    """Reads the prompts and the folder.  Raises UserError if the folder's shards are of another making."""
+    folder = recipe.output_dir / "shards"
+    writer = ShardWriter(folder, _read_or_begin(recipe, folder))
+    prompts = render(load_prompts(recipe.data.prompts, recipe.data.num_prompts), _load_tokenizer(recipe))
+    short = [prompt for prompt in prompts if len(prompt.token_ids) <= recipe.data.max_prompt_tokens]
+    if not short:
+        raise UserError(
+            f"data.max_prompt_tokens {recipe.data.max_prompt_tokens}: every one of the {len(prompts)} prompts"
+            f" of {recipe.data.prompts} is longer; write a larger one"
+        )
+    groups = group_by_shard(short, recipe.data)
+    written = {entry.file for entry in writer.manifest.shards}
+    missing = [number for number in range(len(groups)) if shard_name(number) not in written]
+    plan = ShardPlan(recipe, folder, len(prompts), groups, missing, writer)
+    shutil.rmtree(plan.spool, ignore_errors=True)  # of an interrupted run
+    return plan
+
+
+def _load_tokenizer(recipe: Recipe) -> Any:
+    name = resolve_model(recipe.target.model)
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=recipe.target.revision)
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"target {recipe.target.model}: expected a tokenizer with a chat template, found none"
+        )
+    return tokenizer
+
+
+def _read_or_begin(recipe: Recipe, folder: Path) -> ShardManifest:
+    begun = _begin(recipe)
+    path = folder / MANIFEST_NAME
+    if not path.exists():
+        return begun
+    found = read_manifest(path, ShardManifest)
+    _refuse_other(path, found, begun)
+    there = [entry for entry in found.shards if (folder / entry.file).exists()]
+    for entry in there:
+        check_file(folder, entry)
+    is_whole = len(there) == len(found.shards)
+    return found if is_whole else found.model_copy(update={"shards": there, "complete": False})
+
+
+def _begin(recipe: Recipe) -> ShardManifest:
+    target = identify_target(recipe.target)
+    return ShardManifest(
+        target=target,
+        recipe=recipe.model_dump(mode="json"),
+        provenance=provenance(),
+        target_layer_ids=recipe.drafter.target_layer_ids,
+        hidden_size=target.hidden_size,
+        dtype=recipe.target.dtype,
+        shards=[],
+        dropped={},
+        complete=False,
+    )
+
+
+def _refuse_other(path: Path, found: ShardManifest, wanted: ShardManifest) -> None:
+    """Shards of another target, other taps or other prompts are never added to."""
+    pairs = {
+        "target": (_describe_target(found), _describe_target(wanted)),
+        "drafter.target_layer_ids": (found.target_layer_ids, wanted.target_layer_ids),
+    }
+    for name, value in wanted.recipe["data"].items():
+        if name not in _WITHOUT_EFFECT:
+            pairs[f"data.{name}"] = (found.recipe["data"].get(name), value)
+    differences = [
+        f"{name}: found {old}, the recipe says {new}" for name, (old, new) in pairs.items() if old != new
+    ]
+    if differences:
+        remedy = f"remove {path.parent}, or name another output_dir"
+        raise UserError("\n  ".join([f"{path}: these shards are of another making; {remedy}", *differences]))
+
+
+def _describe_target(manifest: ShardManifest) -> str:
+    target = manifest.target
+    return f"{target.fingerprint[:16]} in {target.dtype}"

@@ -1,0 +1,169 @@
+"""Shards: the target's own text with its tapped states, in safetensors files under one checked manifest.
+
+`data/regenerate.py` writes them in order, `train/` reads them at random.  A shard exists once the manifest
+names it; whatever else lies in the folder is the rest of an interrupted run.
+"""
+
+# L=tokens of a sequence  W=taps x hidden size
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from recipes.errors import UserError
+from recipes.manifest import ShardEntry, ShardManifest, read_manifest, write_json
+from serve.tensor_file import TEMPORARY_SUFFIX, TensorParts, write_tensors
+
+MANIFEST_NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One conversation: its prompt and the target's response."""
+
+    token_ids: torch.Tensor
+    """[L] int32"""
+    loss_mask: torch.Tensor
+    """[L] bool: the target emitted this token, its end-of-turn included."""
+    hidden: torch.Tensor
+    """[L - 1, W]: row j is the tapped state of token j; the last token's may never have been computed."""
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"
+
+
+class ShardWriter:
+    """Adds shards to a folder; each is on the disk before the manifest names it."""
+
+    def __init__(self, directory: Path, manifest: ShardManifest) -> None:
+        """`manifest` is an empty one for a new folder, or the one read from a folder that goes on.
+
+        Removes the temporary files of an interrupted run.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        for leftover in directory.glob(f"*{TEMPORARY_SUFFIX}"):
+            leftover.unlink()
+        self._directory = directory
+        self.manifest = manifest
+
+    def write_shard(self, number: int, sequences: Many[Sequence], prompt_ids: Many[str]) -> ShardEntry:
+        """Writes or replaces shard `number`.  Raises OSError if the disk is full; other shards stay whole."""
+        name = shard_name(number)
+        tensors = _tensors(sequences, self._width)
+        entry = ShardEntry(
+            file=name,
+            sha256=write_tensors(self._directory / name, tensors, {"prompt_ids": json.dumps(prompt_ids)}),
+            sequences=len(sequences),
+            tokens=sum(len(each.token_ids) for each in sequences),
+            supervised_tokens=sum(int(each.loss_mask.sum()) for each in sequences),
+        )
+        others = [other for other in self.manifest.shards if other.file != name]
+        self._update(shards=sorted([*others, entry], key=lambda shard: shard.file))
+        return entry
+
+    def finish(self, dropped: Mapping[str, int]) -> None:
+        """Says that no shard will follow, and how many prompts were left out, by reason."""
+        self._update(dropped=dict(dropped), complete=True)
+
+    @property
+    def _width(self) -> int:
+        return len(self.manifest.target_layer_ids) * self.manifest.hidden_size
+
+    def _update(self, **changes: object) -> None:
+        self.manifest = self.manifest.model_copy(update=changes)
+        write_json(self._directory / MANIFEST_NAME, self.manifest)
+
+
+def _tensors(sequences: Many[Sequence], width: int) -> dict[str, TensorParts]:
+    lengths = torch.tensor([len(each.token_ids) for each in sequences], dtype=torch.int32)
+    tokens = int(lengths.sum())
+    dtype = sequences[0].hidden.dtype if sequences else torch.bfloat16
+    return {
+        "lengths": TensorParts(torch.int32, (len(sequences),), [lengths]),
+        "token_ids": TensorParts(torch.int32, (tokens,), [each.token_ids for each in sequences]),
+        "loss_mask": TensorParts(torch.bool, (tokens,), [each.loss_mask for each in sequences]),
+        "hidden": TensorParts(dtype, (tokens - len(sequences), width), [each.hidden for each in sequences]),
+    }
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file, read by slices of its memory map."""
+
+    path: Path
+
+    @cached_property
+    def _file(self) -> Any:
+        return safe_open(self.path, framework="pt")
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Of each sequence's tokens, then the last's end; the states of sequence i start at starts[i] - i."""
+        return [0, *accumulate(self._file.get_tensor("lengths").tolist())]
+
+    def read_sequence(self, index: int) -> Sequence:
+        start, end = self._starts[index], self._starts[index + 1]
+        return Sequence(
+            self._file.get_slice("token_ids")[start:end],
+            self._file.get_slice("loss_mask")[start:end],
+            self._file.get_slice("hidden")[start - index : end - index - 1],
+        )
+
+
+class Shards:
+    """All sequences of a folder, by number."""
+
+    def __init__(self, directory: Path, manifest: ShardManifest) -> None:
+        self.manifest = manifest
+        self._shards = [Shard(directory / entry.file) for entry in manifest.shards]
+        self._firsts = [0, *accumulate(entry.sequences for entry in manifest.shards)]
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    def __getitem__(self, index: int) -> Sequence:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        shard = bisect_right(self._firsts, index) - 1
+        return self._shards[shard].read_sequence(index - self._firsts[shard])
+
+
+def open_shards(directory: Path) -> Shards:
+    """Raises UserError for a missing or damaged manifest, or a shard that is not what was written."""
+    manifest = read_manifest(directory / MANIFEST_NAME, ShardManifest)
+    for entry in manifest.shards:
+        if not (directory / entry.file).exists():
+            raise UserError(
+                f"{directory / entry.file}: the manifest names this shard, found no such file;"
+                " run data/regenerate.py on its recipe again, which makes it anew"
+            )
+        check_file(directory, entry)
+    return Shards(directory, manifest)
+
+
+def check_file(directory: Path, entry: ShardEntry) -> None:
+    """Compares a shard with its checksum; UserError names the file if they differ."""
+    path = directory / entry.file
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != entry.sha256:
+        raise UserError(
+            f"{path}: truncated or altered since it was written; remove this file and run data/regenerate.py"
+            " on its recipe again, which makes it anew"
+        )
+
+
+def supervised_share(manifest: ShardManifest) -> float:
+    tokens = sum(entry.tokens for entry in manifest.shards)
+    return sum(entry.supervised_tokens for entry in manifest.shards) / tokens if tokens else 0.0

@@ -1,0 +1,191 @@
+"""data/regenerate.py on the embedded target: true states, true text, and the same shards after a kill -9."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from data.filling import fill_shards
+from data.prompts import load_prompts
+from data.shard_plan import make_plan
+from data.shards import MANIFEST_NAME, Sequence, Shards, open_shards, shard_name
+from recipes.errors import UserError
+from recipes.load import load_recipe
+from recipes.manifest import ShardManifest, read_manifest
+from recipes.schema import Recipe
+from tests.drafters import EMBEDDED_TARGET, TINY_RECIPE
+
+REPOSITORY = Path(__file__).parent.parent
+pytestmark = pytest.mark.engine
+SETTINGS: dict[str, Any] = {
+    "data.num_prompts": 12,
+    "data.shard_tokens": 200,
+    "data.max_prompt_tokens": 60,
+    "data.sampling.max_tokens": 20,
+    "data.check_sequences": 2,
+    "serve.max_num_seqs": 4,
+    "serve.kv_cache_gib": 0.5,
+}
+END_OF_TURN = 2
+
+
+def overrides(output_dir: Path, **changes: object) -> list[str]:
+    settings = SETTINGS | {name.replace("__", "."): value for name, value in changes.items()}
+    return [f"output_dir={output_dir}", *(f"{name}={value}" for name, value in settings.items())]
+
+
+def recipe_of(output_dir: Path, **changes: object) -> Recipe:
+    return load_recipe(TINY_RECIPE, overrides(output_dir, **changes))
+
+
+def command(output_dir: Path) -> list[str]:
+    script = str(REPOSITORY / "data" / "regenerate.py")
+    return [sys.executable, script, str(TINY_RECIPE), *overrides(output_dir)]
+
+
+def regenerate(output_dir: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(output_dir), capture_output=True, text=True, check=False, timeout=240)
+
+
+def checksums(output_dir: Path) -> dict[str, str]:
+    manifest = read_manifest(output_dir / "shards" / MANIFEST_NAME, ShardManifest)
+    return {entry.file: entry.sha256 for entry in manifest.shards}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data phase from start to end."""
+    output_dir = tmp_path_factory.mktemp("run")
+    result = regenerate(output_dir)
+    assert result.returncode == 0, result.stderr
+    return output_dir
+
+
+@pytest.fixture(scope="module")
+def shards(run: Path) -> Shards:
+    return open_shards(run / "shards")
+
+
+@pytest.fixture(scope="module")
+def sequences(shards: Shards) -> list[Sequence]:
+    return [shards[index] for index in range(len(shards))]
+
+
+def test_every_prompt_has_a_sequence_or_is_counted(shards):
+    assert shards.manifest.complete
+    assert len(shards.manifest.shards) > 2
+    assert len(shards) + sum(shards.manifest.dropped.values()) == SETTINGS["data.num_prompts"]
+
+
+def test_nothing_but_shards_is_left(run, shards):
+    expected = [MANIFEST_NAME, *(entry.file for entry in shards.manifest.shards)]
+    assert sorted(path.name for path in (run / "shards").iterdir()) == sorted(expected)
+
+
+def test_the_mask_begins_after_the_rendered_prompt_and_only_the_last_token_ends_the_turn(run, sequences):
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_TARGET)
+    prompts = {prompt.id: prompt for prompt in load_prompts("stdlib:train", SETTINGS["data.num_prompts"])}
+    for sequence, prompt_id in zip(sequences, prompt_ids(run), strict=True):
+        messages = [dict(message) for message in prompts[prompt_id].messages]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        emitted = sequence.token_ids[sequence.loss_mask].tolist()
+        assert tokenizer.decode(sequence.token_ids[~sequence.loss_mask]) == text
+        assert sequence.loss_mask.tolist() == sorted(sequence.loss_mask.tolist())
+        assert END_OF_TURN not in emitted[:-1]
+        assert emitted[-1] == END_OF_TURN or len(emitted) == SETTINGS["data.sampling.max_tokens"]
+
+
+def prompt_ids(run: Path) -> list[str]:
+    ids = []
+    for file in sorted((run / "shards").glob("*.safetensors")):
+        with safe_open(file, framework="pt") as shard:
+            ids += json.loads(shard.metadata()["prompt_ids"])
+    return ids
+
+
+def test_the_states_are_the_transformers_models(sequences):
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_TARGET, dtype=torch.bfloat16)
+    for sequence in sequences:
+        with torch.inference_mode():
+            states = model(sequence.token_ids.long()[None], output_hidden_states=True).hidden_states
+        expected = torch.cat([states[layer + 1][0, :-1] for layer in (1, 3, 5)], dim=-1).unflatten(
+            -1, (3, -1)
+        )
+        found = sequence.hidden.unflatten(-1, (3, -1))
+        assert found.shape == expected.shape
+        assert torch.cosine_similarity(found.float(), expected.float(), dim=-1).min() > 0.999
+
+
+def test_a_finished_run_has_nothing_to_do(run):
+    path = run / "shards" / MANIFEST_NAME
+    before = path.stat().st_mtime_ns
+    plan = make_plan(recipe_of(run))
+    assert plan.missing == []
+    assert fill_shards(plan).seconds == 0
+    assert path.stat().st_mtime_ns == before
+
+
+def test_a_run_killed_in_the_middle_makes_the_same_shards(run, tmp_path):
+    output_dir = tmp_path / "killed"
+    folder = output_dir / "shards"
+    process = subprocess.Popen(command(output_dir), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(folder / MANIFEST_NAME, shard_name(1), process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not read_manifest(folder / MANIFEST_NAME, ShardManifest).complete
+    (folder / shard_name(0)).unlink()  # a shard that is gone is made again, too
+    kept = (folder / shard_name(1)).stat().st_mtime_ns
+    assert regenerate(output_dir).returncode == 0
+    assert checksums(output_dir) == checksums(run)
+    assert len(open_shards(folder)) == len(open_shards(run / "shards"))
+    assert (folder / shard_name(1)).stat().st_mtime_ns == kept
+
+
+def wait_for(manifest: Path, shard: str, process: subprocess.Popen) -> None:
+    for _ in range(2000):
+        if manifest.exists() and shard in manifest.read_text():
+            return
+        assert process.poll() is None, f"ended before {shard}"
+        time.sleep(0.02)
+    raise AssertionError(f"no {shard} within 40 s")
+
+
+def test_shards_of_other_settings_are_not_added_to(run):
+    recipe = recipe_of(run, data__sampling__temperature=0.1, drafter__target_layer_ids=[1, 3, 4])
+    with pytest.raises(UserError, match=r"data\.sampling: found") as caught:
+        make_plan(recipe)
+    expected = "drafter.target_layer_ids: found [1, 3, 5], the recipe says [1, 3, 4]"
+    assert expected in str(caught.value)
+
+
+def test_shards_of_another_target_are_not_added_to(run, tmp_path):
+    target = shutil.copytree(EMBEDDED_TARGET, tmp_path / "target")
+    config = target / "config.json"
+    config.write_text(config.read_text() + "\n")
+    with pytest.raises(UserError, match="target: found"):
+        make_plan(recipe_of(run, target__model=target))
+
+
+def test_settings_that_change_no_shard_may_change(run):
+    assert make_plan(recipe_of(run, data__check_sequences=0, serve__max_num_seqs=2)).missing == []
+
+
+def test_a_damaged_shard_stops_the_run_and_is_named(run):
+    path = run / "shards" / shard_name(0)
+    content = path.read_bytes()
+    path.write_bytes(content[:-9])
+    result = regenerate(run)
+    path.write_bytes(content)
+    assert result.returncode == 2
+    assert shard_name(0) in result.stderr
+    assert "Traceback" not in result.stderr
