@@ -1,0 +1,124 @@
+"""The entry script around the training: its children, what it hands them and how their failures end it."""
+
+import json
+import sys
+
+import pytest
+from drafters import tiny_recipe
+from small_training import small_recipe, write_shards, write_target
+
+from recipes.errors import MachineError, UserError
+from recipes.manifest import ShardManifest, read_manifest, write_json
+from train import distill
+from train.loop import Distilled, check_shards, check_split
+
+
+@pytest.fixture
+def scripts(tmp_path, monkeypatch):
+    """Stands in for the repository; `scripts(name, body)` writes one of its scripts."""
+    monkeypatch.setattr(distill, "REPOSITORY", tmp_path)
+
+    def write(name: str, body: str) -> None:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(body)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "message"),
+    [
+        ("raise SystemExit(2)", UserError, "data/child.py refused"),
+        ("raise SystemExit(1)", MachineError, "ended with code 1"),
+        ("import os; os.kill(os.getpid(), 9)", MachineError, "ended with code -9"),
+    ],
+)
+def test_a_childs_failure_keeps_its_meaning(body, error, message, scripts):
+    scripts("data/child.py", body)
+    with pytest.raises(error, match=message):
+        distill.run_child("data/child.py", [], tiny_recipe())
+
+
+def test_a_child_knows_nothing_of_the_launchers_ranks(scripts, monkeypatch, tmp_path):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    scripts("data/child.py", "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))")
+    distill.run_child("data/child.py", [str(tmp_path / "seen.json")], tiny_recipe())
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert not {"RANK", "MASTER_PORT"} & seen.keys()
+    assert "PATH" in seen
+
+
+def test_the_launchers_own_argument_is_passed_over(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["distill.py", "--local_rank=1", "r.yaml", "train.steps=3", "name=x"])
+    arguments = distill.parse_arguments()
+    assert (str(arguments.recipe), arguments.overrides) == ("r.yaml", ["train.steps=3", "name=x"])
+
+
+def test_measuring_is_told_where_everything_is(scripts, tmp_path):
+    scripts("eval/measure.py", "import json, sys; json.dump(sys.argv[1:], open('argv.json', 'w'))")
+    recipe = tiny_recipe(f"output_dir={tmp_path}")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(tmp_path)
+        distill.measure(recipe, Distilled(tmp_path / "checkpoints" / "checkpoint-7", 7, 2.5))
+    words = json.loads((tmp_path / "argv.json").read_text())
+    options = dict(zip(words[::2], words[1::2], strict=True))
+    assert options == {
+        "--ckpt": f"{tmp_path}/checkpoints/checkpoint-7",
+        "--recipe": f"{tmp_path}/recipe.yaml",
+        "--suite": "stdlib:heldout",
+        "--out": f"{tmp_path}/report.json",
+        "--tensorboard": f"{tmp_path}/tensorboard",
+        "--step": "7",
+        "--simulated": "2.5",
+    }
+
+
+def test_only_complete_shards_of_the_same_wishes_need_no_data_phase(tmp_path):
+    recipe = small_recipe(tmp_path / "run", write_target(tmp_path / "target"))
+    assert not distill.has_shards(recipe)
+    write_shards(recipe, num_sequences=4)
+    assert distill.has_shards(recipe)
+    more = recipe.data.model_copy(update={"num_prompts": 2})
+    assert not distill.has_shards(recipe.model_copy(update={"data": more}))
+    path = recipe.output_dir / "shards" / "manifest.json"
+    write_json(path, read_manifest(path, ShardManifest).model_copy(update={"complete": False}))
+    assert not distill.has_shards(recipe)
+
+
+def shards_of(tmp_path) -> tuple:
+    recipe = small_recipe(tmp_path / "run", write_target(tmp_path / "target"))
+    write_shards(recipe, num_sequences=4)
+    return recipe, read_manifest(recipe.output_dir / "shards" / "manifest.json", ShardManifest)
+
+
+def test_shards_of_the_recipes_own_target_and_taps_are_taken(tmp_path):
+    check_shards(*shards_of(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"complete": False}, "is not complete: run data/regenerate.py"),
+        ({"target_layer_ids": [1, 3]}, r"captured at layers \[1, 3\], drafter.target_layer_ids is \[0, 2\]"),
+    ],
+)
+def test_shards_that_do_not_fit_the_recipe_are_refused(change, message, tmp_path):
+    recipe, manifest = shards_of(tmp_path)
+    with pytest.raises(UserError, match=message):
+        check_shards(recipe, manifest.model_copy(update=change))
+
+
+def test_shards_of_a_target_that_has_changed_since_are_refused(tmp_path):
+    recipe, manifest = shards_of(tmp_path)
+    write_target(tmp_path / "target", seed=1)
+    with pytest.raises(UserError, match="not of the recipe's target"):
+        check_shards(recipe, manifest)
+
+
+def test_a_step_that_ranks_and_micro_batches_do_not_divide_is_refused():
+    recipe = tiny_recipe("train.sequences_per_step=12", "train.micro_batch_sequences=3")
+    check_split(recipe, world_size=2)
+    with pytest.raises(UserError, match="sequences_per_step is 12, no multiple of 8 ranks"):
+        check_split(recipe, world_size=8)

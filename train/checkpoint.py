@@ -1,0 +1,148 @@
+"""Published checkpoints: a folder that stock engines load, whole or not there at all.
+
+`checkpoints/checkpoint-N/` holds config.json, model.safetensors (bf16), draftsmith.json and README.md;
+`checkpoints/latest` points at the newest.  What resuming needs besides is `train.resume`'s.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from recipes.errors import UserError
+from recipes.manifest import CheckpointManifest, write_json, write_text
+from recipes.schema import Drafter
+from serve.checkpoint import read_drafter_config
+from serve.drafter_config import CONFIG_NAME, expected_tensors, parse_config
+from train.drafter import DFlashDrafter
+
+PREFIX = "checkpoint-"
+LATEST = "latest"
+WEIGHTS_NAME = "model.safetensors"
+MANIFEST_NAME = "draftsmith.json"
+
+_CARD = """\
+# A DFlash drafter for {target}
+
+Distilled by draftsmith with the recipe `{recipe}`: {step} optimizer steps on {sequences} sequences
+({tokens} tokens) of the target's own text.  It drafts {drafts} tokens at a time from the target's layers
+{layers}; the embedding and the head are the target's, so it works with that target alone.
+
+Serve it: `python serve/run.py --ckpt THIS_FOLDER`, or in stock vLLM with
+`--speculative-config '{{"method": "dflash", "model": "THIS_FOLDER", "num_speculative_tokens": {drafts}}}'`.
+`{manifest}` says which target, recipe and versions made it.
+"""
+
+
+def publish(
+    folder: Path, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], manifest: CheckpointManifest
+) -> Path:
+    """`folder`/checkpoint-STEP, complete and on the disk, and `latest` on it. Returns its path."""
+    final = folder / f"{PREFIX}{manifest.step}"
+    temporary = folder / f".{final.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    write_json(temporary / CONFIG_NAME, config)
+    save_file(dict(weights), temporary / WEIGHTS_NAME, metadata={"format": "pt"})
+    write_json(temporary / MANIFEST_NAME, manifest)
+    write_text(temporary / "README.md", _model_card(config, manifest))
+    settle(temporary, final)
+    _point_latest_at(final)
+    return final
+
+
+def settle(temporary: Path, final: Path) -> None:
+    """Renames a folder once everything in it is on the disk; a folder already called `final` gives way."""
+    for path in temporary.rglob("*"):
+        if path.is_file():
+            _sync(path)
+    _sync(temporary)
+    shutil.rmtree(final, ignore_errors=True)
+    temporary.rename(final)
+    _sync(final.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _point_latest_at(checkpoint: Path) -> None:
+    link = checkpoint.with_name(f".{LATEST}.tmp")
+    link.unlink(missing_ok=True)
+    link.symlink_to(checkpoint.name)
+    link.replace(checkpoint.with_name(LATEST))
+    _sync(checkpoint.parent)
+
+
+def _model_card(config: Mapping[str, Any], manifest: CheckpointManifest) -> str:
+    return _CARD.format(
+        target=manifest.target.model,
+        recipe=manifest.recipe["name"],
+        step=manifest.step,
+        sequences=manifest.sequences_seen,
+        tokens=manifest.tokens_seen,
+        drafts=config["block_size"] - 1,
+        layers=", ".join(str(layer) for layer in config["dflash_config"]["target_layer_ids"]),
+        manifest=MANIFEST_NAME,
+    )
+
+
+def published_steps(folder: Path) -> list[int]:
+    """Steps of the whole checkpoints in `folder`, ascending."""
+    names = [path.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints, and what an interrupted `publish` left."""
+    old = [folder / f"{PREFIX}{step}" for step in published_steps(folder)[:-keep]]
+    for path in [*old, *folder.glob(f".{PREFIX}*.tmp")]:
+        shutil.rmtree(path)
+
+
+def load_published(ckpt: Path) -> DFlashDrafter:
+    """The drafter of a published checkpoint, in fp32 on the CPU.
+
+    Raises UserError when the folder is no drafter checkpoint or its tensors are not what its config says.
+    """
+    config = read_drafter_config(ckpt)
+    weights = load_file(ckpt / WEIGHTS_NAME)
+    expected = expected_tensors(config)
+    found = {name: tuple(weight.shape) for name, weight in weights.items()}
+    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if wrong:
+        name = wrong[0]
+        raise UserError(f"{ckpt}: expected {name} {expected.get(name)}, found {found.get(name)}")
+    drafter = DFlashDrafter(_shape_of(config, ckpt), config["hidden_size"])
+    drafter.load_state_dict(weights)
+    return drafter
+
+
+def _shape_of(config: Mapping[str, Any], ckpt: Path) -> Drafter:
+    parsed = parse_config(config, str(ckpt))
+    defaults = {
+        name: field.default for name, field in Drafter.model_fields.items() if not field.is_required()
+    }
+    theta = parsed.rope_theta or (parsed.rope_parameters or {}).get("rope_theta")
+    return Drafter(
+        num_hidden_layers=parsed.num_hidden_layers,
+        layer_types=parsed.resolved_layer_types(),
+        sliding_window=parsed.sliding_window or defaults["max_position_embeddings"],
+        block_size=parsed.block_size,
+        target_layer_ids=parsed.target_layer_ids,
+        mask_token_id=parsed.mask_token_id,
+        intermediate_size=parsed.intermediate_size,
+        num_attention_heads=parsed.num_attention_heads,
+        num_key_value_heads=parsed.num_key_value_heads,
+        head_dim=parsed.head_dim,
+        rope_theta=theta,
+        **{name: config.get(name, defaults[name]) for name in defaults if name != "rope_theta"},
+    )

@@ -1,0 +1,108 @@
+"""The whole loop of a recipe: regenerate and capture, distil, measure.
+
+    deepspeed train/distill.py recipes/tiny_cpu.yaml [section.field=value ...]
+
+Data and training that are already there are passed over, so the same command goes on after an interruption.
+The engine runs in child processes, whose environment knows nothing of the launcher's ranks.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from recipes.errors import MISTAKE, MachineError, UserError, run_command
+from recipes.load import check_against_target, load_recipe, write_resolved
+from recipes.manifest import ShardManifest, read_manifest
+from recipes.schema import Recipe
+from serve.engine import child_environment
+from train.loop import Distilled, check_split, distil, drafter_config
+from train.ranks import joined_ranks
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    with joined_ranks() as ranks:
+        ranks.on_main(lambda: check(load_recipe(arguments.recipe, arguments.overrides), ranks.world_size))
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
+        ranks.on_main(lambda: regenerate(recipe, arguments))
+        distilled = distil(recipe, ranks)
+        is_main = ranks.is_main
+    if is_main:
+        measure(recipe, distilled)
+        show_results(recipe, distilled)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Regenerate, capture, distil and measure, as a recipe says.")
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    parser.add_argument(
+        "--local_rank", help=argparse.SUPPRESS
+    )  # the launcher's; it also sets the environment
+    return parser.parse_args()
+
+
+def check(recipe: Recipe, world_size: int) -> None:
+    """Everything that can be wrong with a recipe, before a model is loaded."""
+    check_against_target(recipe)
+    drafter_config(recipe)
+    check_split(recipe, world_size)
+
+
+def regenerate(recipe: Recipe, arguments: argparse.Namespace) -> None:
+    write_resolved(recipe, recipe.output_dir)
+    if not has_shards(recipe):
+        run_child("data/regenerate.py", [str(arguments.recipe), *arguments.overrides], recipe)
+
+
+def has_shards(recipe: Recipe) -> bool:
+    """Whether the data phase has nothing left to do or to refuse: it ended, and was asked for the same."""
+    path = recipe.output_dir / "shards" / "manifest.json"
+    if not path.exists():
+        return False
+    manifest = read_manifest(path, ShardManifest)
+    asked = recipe.model_dump(mode="json")
+    same = all(manifest.recipe[section] == asked[section] for section in ("target", "data"))
+    return manifest.complete and same and manifest.target_layer_ids == recipe.drafter.target_layer_ids
+
+
+def measure(recipe: Recipe, distilled: Distilled) -> None:
+    out = recipe.output_dir
+    options = {
+        "--ckpt": distilled.checkpoint,
+        "--recipe": out / "recipe.yaml",
+        "--suite": recipe.eval.suite,
+        "--out": out / "report.json",
+        "--tensorboard": out / "tensorboard",
+        "--step": distilled.step,
+        "--simulated": distilled.simulated_acceptance,
+    }
+    run_child("eval/measure.py", [str(word) for option in options.items() for word in option], recipe)
+
+
+def run_child(script: str, arguments: Sequence[str], recipe: Recipe) -> None:
+    """Runs one of our scripts; its failure becomes ours, a user's mistake staying one."""
+    command = [sys.executable, str(REPOSITORY / script), *arguments]
+    code = subprocess.run(command, env=child_environment(recipe.serve), check=False).returncode
+    if code == MISTAKE:
+        raise UserError(f"{script} refused, as it says above")
+    if code:
+        raise MachineError(f"{script} ended with code {code}, as it says above")
+
+
+def show_results(recipe: Recipe, distilled: Distilled) -> None:
+    out = recipe.output_dir
+    report, curves = out / "report.json", out / "tensorboard"
+    Console(soft_wrap=True, highlight=False).print(
+        f"drafter {distilled.checkpoint}  report {report}  curves: tensorboard --logdir {curves}"
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,82 @@
+"""What a training shows while it runs: a progress bar (lines where there is no terminal) and TensorBoard.
+
+The main rank's only; it is handed finished numbers and computes none.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The steps since the last reading, up to and with step `step` (1-based: steps taken)."""
+
+    step: int
+    loss: float
+    acceptance: float
+    """Simulated acceptance length of the chain."""
+    share_by_depth: Sequence[float]
+    """Share of blocks that accept at least 1, 2, ... drafts."""
+    learning_rate: float
+    gradient_norm: float | None
+    step_seconds: float
+    wait_seconds: float
+    """Of each step: how long it waited for its data."""
+    tokens_per_second: float
+
+    def curves(self) -> Iterator[tuple[str, float]]:
+        yield "loss/train", self.loss
+        yield "accept_sim/chain", self.acceptance
+        for depth, share in enumerate(self.share_by_depth, start=1):
+            yield f"accept_sim/depth_{depth}", share
+        yield "train/learning_rate", self.learning_rate
+        if self.gradient_norm is not None:
+            yield "train/grad_norm", self.gradient_norm
+        yield "time/step_s", self.step_seconds
+        yield "data/wait_s", self.wait_seconds
+
+    def __str__(self) -> str:
+        speed = f"{self.tokens_per_second:,.0f} tokens/s"
+        return f"loss {self.loss:.4f}  accepts {self.acceptance:.2f} (simulated)  {speed}"
+
+
+class Reporter:
+    """Opened by `reporting`; `show` takes one reading after another."""
+
+    def __init__(self, writer: SummaryWriter, bar: Progress, task: TaskID, steps: int):
+        self.writer, self.bar, self.task, self.steps = writer, bar, task, steps
+
+    def show(self, reading: Reading) -> None:
+        for tag, value in reading.curves():
+            self.writer.add_scalar(tag, value, reading.step)
+        self.bar.update(self.task, completed=reading.step, description=str(reading))
+        if not self.bar.console.is_terminal:
+            eta_s = (self.steps - reading.step) * reading.step_seconds
+            self.bar.console.print(f"step {reading.step}/{self.steps}  {reading}  ETA {eta_s:.0f} s")
+
+    def say(self, text: str) -> None:
+        self.bar.console.print(text)
+
+
+@contextmanager
+def reporting(tensorboard_dir: Path, first_step: int, steps: int) -> Iterator[Reporter]:
+    """Curves go on at `first_step`; TensorBoard drops what a killed run wrote beyond it."""
+    console = Console(soft_wrap=True, highlight=False)
+    columns = (
+        TextColumn("distil"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+    )
+    with (
+        SummaryWriter(str(tensorboard_dir), purge_step=first_step + 1) as writer,
+        Progress(*columns, console=console, disable=not console.is_terminal) as bar,
+    ):
+        yield Reporter(writer, bar, bar.add_task("", total=steps, completed=first_step), steps)

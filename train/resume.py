@@ -1,0 +1,145 @@
+"""Stopping and going on: what a training's state says of itself, and which state a run may continue.
+
+A pair is complete when both `state/step-N/` and `checkpoints/checkpoint-N/` are there; each appears whole,
+the state first.  Only the newest pair's state is kept.  `train.saving` writes and loads them.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from recipes.errors import UserError
+from recipes.manifest import Count, Manifest, ShardManifest
+from train.checkpoint import PREFIX, published_steps
+
+STATE_PREFIX = "step-"
+STATE_MANIFEST_NAME = "draftsmith_state.json"
+FREE_TRAIN_FIELDS = frozenset(
+    {"steps", "save_every_steps", "keep_checkpoints", "log_every_steps", "micro_batch_sequences"}
+    | {"activation_checkpointing"}
+)
+"""What of `train` may change when a run goes on. Only `steps` changes what is learnt: the rates to come."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a training is: the one counter, and what came of it."""
+
+    sequences_seen: int = 0
+    tokens_seen: int = 0
+    simulated_acceptance: float = 1.0
+    """Of the chain, as last read."""
+
+    def step(self, sequences_per_step: int) -> int:
+        """Optimizer steps taken."""
+        return self.sequences_seen // sequences_per_step
+
+    def after(self, sequences: int, tokens: int) -> "Progress":
+        return replace(
+            self, sequences_seen=self.sequences_seen + sequences, tokens_seen=self.tokens_seen + tokens
+        )
+
+
+class StateManifest(Manifest):
+    """draftsmith_state.json in a state's folder."""
+
+    step: Count
+    sequences_seen: Count
+    tokens_seen: Count
+    simulated_acceptance: float
+    """Of the chain, over the steps before this one."""
+    world_size: Count
+    shards: str
+    """`shards_digest` of the data."""
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(self.sequences_seen, self.tokens_seen, self.simulated_acceptance)
+
+
+@dataclass(frozen=True)
+class RunFolders:
+    """Where a run keeps its checkpoints and states."""
+
+    output_dir: Path
+
+    @property
+    def shards(self) -> Path:
+        return self.output_dir / "shards"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.output_dir / "checkpoints"
+
+    @property
+    def states(self) -> Path:
+        return self.output_dir / "state"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"{PREFIX}{step}"
+
+    def state(self, step: int) -> Path:
+        return self.states / f"{STATE_PREFIX}{step}"
+
+    def unfinished_state(self, step: int) -> Path:
+        return self.states / f".{STATE_PREFIX}{step}.tmp"
+
+
+def shards_digest(manifest: ShardManifest) -> str:
+    """Says which data: every shard's checksum, in order."""
+    return hashlib.sha256("".join(entry.sha256 for entry in manifest.shards).encode()).hexdigest()
+
+
+def find_last_pair(folders: RunFolders) -> int | None:
+    """The step of the newest complete pair; None for a run that has published nothing.
+
+    Raises UserError when there are checkpoints but no state to go on from.
+    """
+    published = published_steps(folders.checkpoints)
+    pairs = [step for step in published if (folders.state(step) / STATE_MANIFEST_NAME).is_file()]
+    if published and not pairs:
+        raise UserError(
+            f"{folders.output_dir} has checkpoints up to step {published[-1]}, but no state to go on from:"
+            " give the new run another output_dir, or move the checkpoints away to start again"
+        )
+    return pairs[-1] if pairs else None
+
+
+def keep_only_state(folders: RunFolders, step: int) -> None:
+    """Removes every other state, and what an interrupted save left."""
+    for path in folders.states.iterdir():
+        if path.is_dir() and path != folders.state(step):
+            shutil.rmtree(path)
+
+
+def check_same_run(state: StateManifest, expected: StateManifest, folder: Path) -> None:
+    """Raises UserError unless a run that would write `expected` may go on from `state`."""
+    differences = list(_differences(state, expected))
+    if differences:
+        first = f"{folder} belongs to another run, it cannot be continued as asked:"
+        last = "set it back to go on, or give the new run another output_dir"
+        raise UserError("\n  ".join([first, *differences, last]))
+
+
+def _differences(state: StateManifest, expected: StateManifest) -> Iterator[str]:
+    if state.world_size != expected.world_size:
+        yield (
+            f"it was written by {state.world_size} ranks, this run has {expected.world_size}: "
+            f"start it with `deepspeed --num_gpus {state.world_size}`"
+        )
+    if (state.target.fingerprint, state.target.dtype) != (expected.target.fingerprint, expected.target.dtype):
+        yield f"its target is {state.target.model} ({state.target.dtype}) with other files or precision"
+    if state.shards != expected.shards:
+        yield "its shards were others"
+    for path, was, now in _changed(state.recipe, expected.recipe):
+        yield f"{path} was {was}, the recipe says {now}"
+
+
+def _changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for section, free in (("drafter", frozenset()), ("train", FREE_TRAIN_FIELDS)):
+        for field in sorted(now[section].keys() - free):
+            if was[section].get(field) != now[section][field]:
+                yield f"{section}.{field}", was[section].get(field), now[section][field]

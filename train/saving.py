@@ -1,0 +1,94 @@
+"""Writes a run's pairs of checkpoint and state, and goes on from the newest; all ranks take part."""
+
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+
+from recipes.errors import MachineError
+from recipes.manifest import CheckpointManifest, ShardManifest, provenance, read_manifest, write_json
+from recipes.schema import Recipe
+from serve.drafter_config import expected_tensors
+from train.checkpoint import prune, publish, settle
+from train.ranks import Ranks
+from train.resume import (
+    STATE_MANIFEST_NAME,
+    Progress,
+    RunFolders,
+    StateManifest,
+    check_same_run,
+    find_last_pair,
+    keep_only_state,
+    shards_digest,
+)
+from train.zero import gather_weights, load_state, save_state
+
+PAIR_BYTES = 18
+"""Of a pair, per parameter: published bf16, weights in up to fp32, and fp32 masters and two moments."""
+
+
+@dataclass(frozen=True)
+class Saver:
+    recipe: Recipe
+    folders: RunFolders
+    config: Mapping[str, Any]
+    """The drafter's published config.json."""
+    data: ShardManifest
+    ranks: Ranks
+
+    def go_on(self, engine: deepspeed.DeepSpeedEngine) -> Progress:
+        """Loads the newest pair into `engine`, if there is one. Raises UserError when it is another run's."""
+        step = find_last_pair(self.folders)
+        if step is None:
+            return Progress()
+        folder = self.folders.state(step)
+        state = read_manifest(folder / STATE_MANIFEST_NAME, StateManifest)
+        check_same_run(state, self._describe(state.progress), folder)
+        load_state(engine, folder)
+        return state.progress
+
+    def save(self, engine: deepspeed.DeepSpeedEngine, progress: Progress) -> None:
+        """The pair of this step; older ones go only once it is complete."""
+        step = progress.step(self.recipe.train.sequences_per_step)
+        self.ranks.on_main(lambda: self._make_room(step))
+        save_state(engine, self.folders.unfinished_state(step))
+        weights = gather_weights(engine, self.ranks)
+        self.ranks.on_main(lambda: self._complete_pair(step, progress, weights))
+
+    def _make_room(self, step: int) -> None:
+        """Raises MachineError when the disk cannot hold the pair, before anything is written."""
+        shutil.rmtree(self.folders.unfinished_state(step), ignore_errors=True)
+        self.folders.states.mkdir(parents=True, exist_ok=True)
+        num_parameters = sum(math.prod(shape) for shape in expected_tensors(self.config).values())
+        needed, free = num_parameters * PAIR_BYTES, shutil.disk_usage(self.folders.states).free
+        if free < needed:
+            raise MachineError(
+                f"{self.folders.output_dir}: a checkpoint and its state take {needed / 2**30:.2f} GiB,"
+                f" the disk has {free / 2**30:.2f} GiB left: free some, then run the same command again"
+            )
+
+    def _complete_pair(self, step: int, progress: Progress, weights: Mapping[str, Any]) -> None:
+        unfinished = self.folders.unfinished_state(step)
+        state = self._describe(progress)
+        write_json(unfinished / STATE_MANIFEST_NAME, state)
+        settle(unfinished, self.folders.state(step))
+        common = state.model_dump(include=set(CheckpointManifest.model_fields))
+        publish(self.folders.checkpoints, weights, self.config, CheckpointManifest.model_validate(common))
+        keep_only_state(self.folders, step)
+        prune(self.folders.checkpoints, self.recipe.train.keep_checkpoints)
+
+    def _describe(self, progress: Progress) -> StateManifest:
+        return StateManifest(
+            target=self.data.target,
+            recipe=self.recipe.model_dump(mode="json"),
+            provenance=provenance(),
+            step=progress.step(self.recipe.train.sequences_per_step),
+            sequences_seen=progress.sequences_seen,
+            tokens_seen=progress.tokens_seen,
+            simulated_acceptance=progress.simulated_acceptance,
+            world_size=self.ranks.world_size,
+            shards=shards_digest(self.data),
+        )

@@ -1,0 +1,167 @@
+"""One optimizer step: forward, loss and backward of each micro-batch, then the engine's step.
+
+Losses are divided by the weight of the whole step, over all micro-batches and ranks, so that the way a step
+is split changes nothing.  No clocks, files or curves here.
+"""
+
+# A=blocks  K=slots of a block  Q=block rows (A x K)  D=hidden
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NoReturn
+
+import deepspeed
+import torch
+from torch.nn import functional as F
+
+from recipes.errors import MachineError, UserError
+from recipes.schema import Train
+from train.batches import Batch
+from train.feed import MicroBatch
+from train.objective import (
+    accepted_per_block,
+    blocks_by_depth,
+    simulated_acceptance,
+    slot_weights,
+    weighted_cross_entropy,
+)
+from train.ranks import Ranks
+from train.target_parts import TargetParts
+from train.zero import TORCH_DTYPES, take_step
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over the batches of one step or several, over all ranks."""
+
+    loss_sum: float
+    """Weight x cross-entropy (nats)."""
+    weight_sum: float
+    num_tokens: int
+    blocks_by_depth_K: torch.Tensor
+    """Blocks that accept at least 0, 1, ... drafts."""
+    gradient_norm: float | None
+    """Of the last step, before clipping."""
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / self.weight_sum
+
+    @property
+    def acceptance(self) -> float:
+        return simulated_acceptance(self.blocks_by_depth_K)
+
+    @property
+    def share_by_depth(self) -> list[float]:
+        return (self.blocks_by_depth_K[1:] / self.blocks_by_depth_K[0]).tolist()
+
+    def then(self, later: "Totals") -> "Totals":
+        return Totals(
+            self.loss_sum + later.loss_sum,
+            self.weight_sum + later.weight_sum,
+            self.num_tokens + later.num_tokens,
+            self.blocks_by_depth_K + later.blocks_by_depth_K,
+            later.gradient_norm,
+        )
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What the drafter made of one batch."""
+
+    loss_sum: torch.Tensor
+    blocks_by_depth_K: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Learner:
+    """The drafter in its engine, and the frozen parts of the target around it."""
+
+    engine: deepspeed.DeepSpeedEngine
+    parts: TargetParts
+    train: Train
+    ranks: Ranks
+
+    def rehearse(self, batch: Batch) -> None:
+        """Forward and backward of `batch` with its loss counted for nothing: all the memory, no gradient."""
+        self.engine.backward(self._score(batch).loss_sum * 0.0)
+
+    def learn(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> Totals:
+        """One optimizer step.
+
+        A loss that is not finite raises MachineError or UserError that names the sequences; the weights are
+        then still those of the step before.
+        """
+        weight_sum = float(self.ranks.sum(self._weight_of(micro_batches)))
+        scored = [self._backward(micro.batch, self.ranks.world_size / weight_sum) for micro in micro_batches]
+        sums = self._add_up(micro_batches, scored)
+        if not math.isfinite(sums[0]):
+            self._stop_naming(micro_batches, scored)
+        norm = take_step(self.engine, learning_rate)
+        if norm is not None and not math.isfinite(norm):
+            raise MachineError(
+                f"the gradient's norm is {norm} though the loss is finite: go on from the last checkpoint"
+            )
+        return Totals(float(sums[0]), weight_sum, int(sums[1]), sums[2:], norm)
+
+    def _score(self, batch: Batch) -> Scored:
+        batch = batch.to(self.ranks.device, TORCH_DTYPES[self.train.precision])
+        hidden_QD = self.engine(
+            batch.taps_SE,
+            batch.context_positions_S,
+            F.embedding(batch.input_ids_Q, self.parts.embedding_VD),
+            batch.block_positions_Q,
+            batch.tilings,
+        )
+        labels_AK, supervised_AK = batch.labels_AK, batch.supervised_AK
+        weights_AK = slot_weights(supervised_AK, self.train.objective.decay)
+        drafts = supervised_AK.flatten().nonzero().flatten()  # the other rows need no logits
+        drafted = weighted_cross_entropy(
+            hidden_QD[drafts], self.parts.head_VD, labels_AK.flatten()[drafts], weights_AK.flatten()[drafts]
+        )
+        tokens_Q = labels_AK.new_zeros(labels_AK.numel()).index_copy_(0, drafts, drafted.tokens_R)
+        accepted_A = accepted_per_block(tokens_Q.view_as(labels_AK), labels_AK, supervised_AK)
+        return Scored(drafted.loss_sum, blocks_by_depth(accepted_A, labels_AK.shape[1]))
+
+    def _backward(self, batch: Batch, share: float) -> Scored:
+        scored = self._score(batch)
+        # DeepSpeed takes the mean over ranks, so `share` holds their number
+        self.engine.backward(scored.loss_sum * share)
+        return Scored(scored.loss_sum.detach(), scored.blocks_by_depth_K)
+
+    def _weight_of(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        decay = self.train.objective.decay
+        weights = [slot_weights(micro.batch.supervised_AK, decay).double().sum() for micro in micro_batches]
+        return torch.stack(weights).sum()
+
+    def _add_up(self, micro_batches: Sequence[MicroBatch], scored: Sequence[Scored]) -> torch.Tensor:
+        """[loss sum, tokens, blocks by depth ...] over all ranks. [2 + K] fp64"""
+        loss_sum = torch.stack([part.loss_sum.double() for part in scored]).sum()
+        by_depth_K = torch.stack([part.blocks_by_depth_K for part in scored]).sum(0)
+        num_tokens = loss_sum.new_tensor(sum(micro.batch.num_tokens for micro in micro_batches))
+        return self.ranks.sum(torch.cat([torch.stack([loss_sum, num_tokens]), by_depth_K.double()]))
+
+    def _stop_naming(self, micro_batches: Sequence[MicroBatch], scored: Sequence[Scored]) -> NoReturn:
+        suspects = [
+            micro
+            for micro, part in zip(micro_batches, scored, strict=True)
+            if not math.isfinite(float(part.loss_sum))
+        ]
+        sick = [visit.index for micro in suspects for visit in micro.sick_visits()]
+        seen = [visit.index for micro in suspects for visit in micro.visits]
+        sick, seen = (sorted(chain(*lists)) for lists in zip(*self.ranks.gather((sick, seen)), strict=True))
+        if sick:
+            raise MachineError(
+                f"the tap states of sequence {_listed(sick)} of the shards are not finite: make them again"
+            )
+        raise UserError(
+            f"the loss is not finite on sequences {_listed(seen)} of the shards, whose tap states are: "
+            "the training diverged; lower train.optimizer.learning_rate and go on from the last checkpoint"
+        )
+
+
+def _listed(numbers: Sequence[int], most: int = 8) -> str:
+    more = len(numbers) - most
+    return ", ".join(map(str, numbers[:most])) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,105 @@
+"""DeepSpeed around the drafter: the only module that knows its keys.
+
+The loop owns accumulation and schedule: it calls `engine.backward` for each micro-batch with a loss that is
+already a share of the step's, then `take_step` with that step's learning rate.
+"""
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from recipes.schema import Train
+from train.ranks import Ranks
+
+# Without this DeepSpeed compiles a C++ op at its first start on a CPU (20 s and more), for an all-reduce
+# between ranks that gloo does as well.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+
+TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def engine_config(train: Train, device_type: str) -> dict[str, Any]:
+    """DeepSpeed's configuration for a recipe's train section."""
+    is_bf16 = train.precision == "bfloat16"
+    config = {
+        "train_micro_batch_size_per_gpu": train.micro_batch_sequences,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,  # backward as often as one likes, then step
+        "gradient_clipping": train.optimizer.gradient_clipping,
+        "optimizer": {"type": "AdamW", "params": _adam(train, device_type)},
+        "bf16": {"enabled": is_bf16},
+        "zero_optimization": _zero(train),
+        "steps_per_print": None,
+    }
+    if is_bf16 and train.zero_stage > 0:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
+
+
+def _adam(train: Train, device_type: str) -> dict[str, Any]:
+    """torch's AdamW, which needs no compiler, except where optimizer states on the host feed a GPU: there
+    DeepSpeed's own vectorised one earns its compilation."""
+    optimizer = train.optimizer
+    return {
+        "lr": optimizer.learning_rate,
+        "betas": list(optimizer.betas),
+        "eps": 1e-8,
+        "weight_decay": optimizer.weight_decay,
+        "torch_adam": not (train.offload_optimizer and device_type == "cuda"),
+    }
+
+
+def _zero(train: Train) -> dict[str, Any]:
+    offload = {"offload_optimizer": {"device": "cpu"}} if train.offload_optimizer else {}
+    return {"stage": train.zero_stage, "overlap_comm": False, **offload}
+
+
+def start_engine(drafter: nn.Module, train: Train, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
+    """Moves the drafter to its device and precision; fp32 masters are DeepSpeed's."""
+    engine, *_ = deepspeed.initialize(
+        model=drafter,
+        model_parameters=list(drafter.parameters()),
+        config=engine_config(train, ranks.device.type),
+        dist_init_required=False,
+    )
+    return engine
+
+
+def take_step(engine: deepspeed.DeepSpeedEngine, learning_rate: float) -> float | None:
+    """One optimizer step on the gradients accumulated so far. Their norm before clipping; None at stage 0 in
+    fp32, where DeepSpeed does not tell."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = learning_rate
+    engine.step()
+    norm = engine.get_global_grad_norm()
+    return None if norm is None else float(norm)
+
+
+def save_state(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
+    """Weights, masters and optimizer of every rank under `folder`; all ranks call it."""
+    engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
+
+
+def load_state(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
+    """The reverse, with as many ranks and the same ZeRO settings; all ranks call it."""
+    path, _ = engine.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=False)
+    assert path is not None, f"DeepSpeed found no state in {folder}"
+
+
+def gather_weights(engine: deepspeed.DeepSpeedEngine, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """The drafter's weights in bf16 on the CPU, on the main rank; empty on the others. All ranks call it."""
+    weights = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters(
+            [parameter], enabled=engine.zero_optimization_partition_weights()
+        ):
+            if ranks.is_main:
+                weights[name] = parameter.detach().to("cpu", torch.bfloat16, copy=True).contiguous()
+    return weights
