@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 .PHONY: demo test lint venv
 
 demo: venv
-	$(VENV)/bin/deepspeed train/distill.py recipes/tiny_cpu.yaml
+	DS_ACCELERATOR=cpu $(VENV)/bin/deepspeed train/distill.py recipes/tiny_cpu.yaml
 
 test: venv
 	$(VENV)/bin/python -m pytest

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from serve.engine import SECTION
 from serve.tensor_file import TensorParts, write_tensors
-
-SECTION = "draftsmith"  # of vLLM's additional_config
 
 
 def capture_options(target_layer_ids: Sequence[int]) -> dict[str, Any]:

@@ -25,6 +25,8 @@ _RANK_PREFIXES = ("CROSS_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "DS_")
 # The recipe is the only home of these.
 _OVERRIDING_VARIABLES = frozenset({"VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MULTIPROCESSING"})
 PLAIN_BUDGET = 0
+SECTION = "draftsmith"
+"""What is asked of our plugin (serve/seam.py), in vLLM's additional_config."""
 
 
 def is_cuda() -> bool:
@@ -85,6 +87,12 @@ def engine_arguments(target: Target, serve: Serve, ckpt: Path | None, budget: in
     return arguments
 
 
+def make_stock(arguments: dict[str, Any], environment: dict[str, str]) -> None:
+    """Takes everything of ours out of an engine but the Triton backend that a CPU needs; in place."""
+    arguments["additional_config"].pop(SECTION, None)
+    environment["VLLM_PLUGINS"] = ""  # vLLM loads the plugins named here: none
+
+
 def check_budget(budget: int | None) -> None:
     """Raises UserError for a budget that this version does not serve."""
     if budget not in (None, PLAIN_BUDGET):
@@ -122,7 +130,7 @@ def _device_arguments(serve: Serve) -> dict[str, Any]:
     # the section of serve/seam.py: bit-equal stand-ins for the kernels that crawl in Triton's interpreter
     return {
         "kv_cache_memory_bytes": int(serve.kv_cache_gib * 2**30),
-        "additional_config": {"draftsmith": {}},
+        "additional_config": {SECTION: {}},
     }
 
 

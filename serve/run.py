@@ -1,6 +1,6 @@
 """The evaluation server: vLLM's OpenAI API for a target, drafted for by a checkpoint.
 
-    python serve/run.py --ckpt CKPT [--recipe R | --target MODEL] [--budget 0] [--port P] [--check]
+    python serve/run.py --ckpt CKPT [--recipe R | --target MODEL] [--budget 0] [--stock] [--port P] [--check]
 
 Only reads aloud; vllm is imported once the environment is right.
 """
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from recipes.errors import run_command
-from serve.engine import child_environment, engine_arguments
+from serve.engine import child_environment, engine_arguments, make_stock
 from serve.lifetime import follow_parent
 from serve.plan import Request, make_plan
 from serve.ports import require_free_port
@@ -29,6 +29,7 @@ def main(  # noqa: PLR0913, PLR0917 - one per option
     budget: Annotated[int | None, typer.Option(help="0 decodes plainly; left out: the DFlash chain.")] = None,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on.")] = 8000,
+    stock: Annotated[bool, typer.Option("--stock", help="Nothing of ours in the engine.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Only verify that the checkpoint fits.")] = False,
     settings: Annotated[Path | None, typer.Option(hidden=True)] = None,
     parent: Annotated[int | None, typer.Option(hidden=True)] = None,
@@ -43,8 +44,11 @@ def main(  # noqa: PLR0913, PLR0917 - one per option
         show_verdict(plan)
         return
     arguments = engine_arguments(plan.target, plan.serve, plan.ckpt, plan.budget)
+    environment = child_environment(plan.serve)
+    if stock:
+        make_stock(arguments, environment)
     show_plan(plan, host, port)
-    _set_environment(child_environment(plan.serve))
+    _set_environment(environment)
     # only now: vllm reads the environment when it is imported
     from serve.openai_api import run_api_server  # noqa: PLC0415
 

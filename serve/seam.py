@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from serve.capture import SECTION, CaptureSink, StepTaps
+from serve.capture import CaptureSink, StepTaps
+from serve.engine import SECTION
 from serve.seam_checks import (
     CAPTURE_FIELDS,
     CAPTURE_SIGNATURES,

@@ -13,7 +13,7 @@ from drafters import EMBEDDED_TARGET, REPOSITORY, TINY_RECIPE, tiny_recipe, writ
 
 from recipes.errors import MISTAKE, UserError
 from recipes.manifest import CheckpointManifest, identify_target, provenance, write_json
-from serve.engine import child_environment, engine_arguments, is_cuda
+from serve.engine import SECTION, child_environment, engine_arguments, is_cuda, make_stock
 from serve.plan import Request, make_plan
 from serve.ports import find_free_port, require_free_port
 
@@ -31,6 +31,15 @@ def published(tmp_path_factory) -> Path:
 def ours(tmp_path) -> Path:
     """A checkpoint that names its target."""
     return write_manifest(write_random_drafter(tmp_path / "checkpoint-3"))
+
+
+def test_a_stock_engine_holds_nothing_of_ours():
+    recipe = tiny_recipe()
+    arguments = engine_arguments(recipe.target, recipe.serve, None, None)
+    environment = child_environment(recipe.serve)
+    make_stock(arguments, environment)
+    assert SECTION not in arguments["additional_config"]
+    assert environment["VLLM_PLUGINS"] == ""
 
 
 def write_manifest(ckpt: Path, **target_changes: object) -> Path:
