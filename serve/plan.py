@@ -52,13 +52,19 @@ class Plan:
 def make_plan(request: Request) -> Plan:
     """Raises UserError for whatever cannot be served."""
     check_budget(request.budget)
-    ckpt = request.ckpt.resolve() if request.ckpt else None
+    ckpt = _find_checkpoint(request.ckpt) if request.ckpt else None
     manifest = _read_manifest(ckpt) if ckpt else None
     settings = _choose_settings(request, manifest)
     if ckpt and manifest:
         _check_identity(ckpt, manifest, settings.target)
     drafter = _check_drafter(ckpt, settings.target) if ckpt else None
     return Plan(settings.target, settings.serve, ckpt, drafter, request.budget)
+
+
+def _find_checkpoint(ckpt: Path) -> Path:
+    if not ckpt.is_dir():
+        raise UserError(f"--ckpt {ckpt}: found no such folder; name one like runs/demo/checkpoints/latest")
+    return ckpt.resolve()
 
 
 def _read_manifest(ckpt: Path) -> CheckpointManifest | None:

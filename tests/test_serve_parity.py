@@ -40,7 +40,7 @@ DRAFTER = Drafter(
     rope_theta=1e4,
     max_position_embeddings=512,
 )
-# A prompt of n tokens has its block anchored at n: contexts that end before, at and after the window, and far.
+# A prompt of n tokens has its block anchored at n: contexts that end before, at and after the window, or far.
 PROMPT_LENGTHS = [1, 2, WINDOW - DRAFTER.block_size, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, 150]
 
 

@@ -42,6 +42,11 @@ def test_a_stock_engine_holds_nothing_of_ours():
     assert environment["VLLM_PLUGINS"] == ""
 
 
+def test_a_missing_checkpoint_is_said_to_be_missing():
+    with pytest.raises(UserError, match="nowhere: found no such folder"):
+        make_plan(Request(Path("nowhere"), None, str(EMBEDDED_TARGET), None, None))
+
+
 def write_manifest(ckpt: Path, **target_changes: object) -> Path:
     recipe = tiny_recipe()
     manifest = CheckpointManifest(
