@@ -55,7 +55,7 @@ def write_tensors(
     finally:
         temporary.unlink(missing_ok=True)
     if survives_power_cut:
-        _sync_directory(path.parent)
+        sync_path(path.parent)
     return digest.hexdigest()
 
 
@@ -96,9 +96,9 @@ def _num_bytes(tensor: TensorParts) -> int:
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
-def _sync_directory(directory: Path) -> None:
-    """A rename is on the disk only once its directory is."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Waits until a file is on the disk, or a directory: a rename is only once its directory is."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -4,7 +4,6 @@
 `checkpoints/latest` points at the newest.  What resuming needs besides is `train.resume`'s.
 """
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,12 +17,13 @@ from recipes.manifest import CheckpointManifest, write_json, write_text
 from recipes.schema import Drafter
 from serve.checkpoint import read_drafter_config
 from serve.drafter_config import CONFIG_NAME, expected_tensors, parse_config
+from serve.plan import MANIFEST_NAME
+from serve.tensor_file import sync_path
 from train.drafter import DFlashDrafter
 
 PREFIX = "checkpoint-"
 LATEST = "latest"
 WEIGHTS_NAME = "model.safetensors"
-MANIFEST_NAME = "draftsmith.json"
 
 _CARD = """\
 # A DFlash drafter for {target}
@@ -59,19 +59,11 @@ def settle(temporary: Path, final: Path) -> None:
     """Renames a folder once everything in it is on the disk; a folder already called `final` gives way."""
     for path in temporary.rglob("*"):
         if path.is_file():
-            _sync(path)
-    _sync(temporary)
+            sync_path(path)
+    sync_path(temporary)
     shutil.rmtree(final, ignore_errors=True)
     temporary.rename(final)
-    _sync(final.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_path(final.parent)
 
 
 def _point_latest_at(checkpoint: Path) -> None:
@@ -79,7 +71,7 @@ def _point_latest_at(checkpoint: Path) -> None:
     link.unlink(missing_ok=True)
     link.symlink_to(checkpoint.name)
     link.replace(checkpoint.with_name(LATEST))
-    _sync(checkpoint.parent)
+    sync_path(checkpoint.parent)
 
 
 def _model_card(config: Mapping[str, Any], manifest: CheckpointManifest) -> str:
