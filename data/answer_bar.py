@@ -17,15 +17,17 @@ from rich.progress import (
 
 
 class AnswerBar:
-    """Advanced by the engine's steps."""
+    """Advanced by the engines' steps."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress = progress
         self._task = task
         self._tokens = 0
-        self._start = time.monotonic()
+        self._start: float | None = None
 
     def advance(self, new_tokens: int, finished_answers: int) -> None:
+        if self._start is None:  # an engine's start takes its time
+            self._start = time.monotonic()
         self._tokens += new_tokens
         self._progress.update(self._task, advance=finished_answers, rate=self._rate)
 
@@ -34,7 +36,8 @@ class AnswerBar:
 
     @property
     def _rate(self) -> float:
-        return self._tokens / (time.monotonic() - self._start)
+        seconds = 0.0 if self._start is None else time.monotonic() - self._start
+        return self._tokens / seconds if seconds else 0.0
 
 
 @contextmanager

@@ -31,7 +31,8 @@ def _rows(plan: ShardPlan, tally: Tally) -> dict[str, str]:
     if not plan.missing:
         return rows | {"this run": "nothing to do, every shard is there"}
     rows["ends, this run"] = _counts(tally.finish_reasons)
-    rows["tokens/s, this run"] = f"{tally.emitted_tokens / tally.seconds:.0f}"
+    engines = min(plan.recipe.data.engines, len(plan.missing))
+    rows["tokens/s, this run"] = f"{tally.emitted_tokens / tally.engine_seconds * engines:.0f}"
     if tally.least_cosines:
         rows["least cosine by tap"] = "  ".join(
             f"{layer}: {cosine:.5f}" for layer, cosine in tally.least_cosines.items()

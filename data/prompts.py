@@ -1,7 +1,9 @@
 """Prompts: conversations that end with the user's turn, from a named source, always in the same order.
 
 `stdlib:train` and `stdlib:heldout` are the two sides of the standard library as chats (`data.python_source`);
-anything else is the path of a JSONL file with {"messages": [{"role": ..., "content": ...}, ...]} lines.
+`installed:NAME,NAME` adds those installed packages to `stdlib:train`, `installed` every one (minutes of
+reading); anything else is the path of a JSONL file with {"messages": [{"role": ..., "content": ...}, ...]}
+lines.
 """
 
 import hashlib
@@ -10,13 +12,20 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from data.python_source import find_chats, read_sources, standard_library_files
+from data.python_source import (
+    find_all_chats,
+    installed_package_files,
+    read_sources,
+    standard_library_files,
+)
 from recipes.errors import UserError
 
-STDLIB_TRAIN, STDLIB_HELDOUT = "stdlib:train", "stdlib:heldout"
+STDLIB_TRAIN, STDLIB_HELDOUT, INSTALLED = "stdlib:train", "stdlib:heldout", "installed"
+_SOURCES = f"{STDLIB_TRAIN}, {STDLIB_HELDOUT}, {INSTALLED}, {INSTALLED}:PACKAGE,..."
 _ROLES = ("system", "user", "assistant")
 _SHOWN_PROBLEMS = 5
 _LOG = logging.getLogger(__name__)
@@ -38,7 +47,8 @@ def load_prompts(source: str, count: int) -> list[Prompt]:
     Lines that are no conversations are left out and logged by number.
     Raises UserError for an unknown source, a missing file, or one without a single conversation.
     """
-    prompts = _stdlib_prompts(source) if source.startswith("stdlib:") else _file_prompts(Path(source))
+    is_python = source.partition(":")[0] in ("stdlib", INSTALLED)
+    prompts = _python_prompts(source) if is_python else _file_prompts(Path(source))
     return list({prompt.id: prompt for prompt in prompts}.values())[:count]
 
 
@@ -48,23 +58,38 @@ def make_prompt(messages: Iterable[Mapping[str, str]]) -> Prompt:
     return Prompt(digest[:16], tuple(plain))
 
 
-def _stdlib_prompts(source: str) -> list[Prompt]:
+def _python_prompts(source: str) -> list[Prompt]:
     """Sorted by id, so that the first N are a fair sample, and the same for every N."""
-    if source not in (STDLIB_TRAIN, STDLIB_HELDOUT):
-        raise UserError(
-            f"prompts {source!r}: expected {STDLIB_TRAIN}, {STDLIB_HELDOUT} or a JSONL file's path"
-        )
-    held_out = _stdlib_requests(held_out=True)
     # a request may stand in files on both sides; then it is held out
-    requests = held_out if source == STDLIB_HELDOUT else _stdlib_requests(held_out=False) - held_out
+    requests = _requests(STDLIB_HELDOUT)
+    if source != STDLIB_HELDOUT:
+        requests = _requests(source) - requests
     prompts = [make_prompt([{"role": "user", "content": request}]) for request in requests]
     return sorted(prompts, key=lambda prompt: prompt.id)
 
 
 @cache
-def _stdlib_requests(*, held_out: bool) -> frozenset[str]:
-    files = read_sources(standard_library_files(held_out=held_out))
-    return frozenset(chat.request for path, text in files for chat in find_chats(text, path.name))
+def _requests(source: str) -> frozenset[str]:
+    return frozenset(chat.request for chat in find_all_chats(list(read_sources(_python_files(source)))))
+
+
+def _python_files(source: str) -> list[Path]:
+    if source == STDLIB_HELDOUT:
+        return standard_library_files(held_out=True)
+    own_files, (kind, _, names) = standard_library_files(held_out=False), source.partition(":")
+    if source == STDLIB_TRAIN:
+        return own_files
+    if kind != INSTALLED or source.endswith(":"):
+        raise UserError(f"prompts {source!r}: expected {_SOURCES} or a JSONL file's path")
+    return own_files + (_package_files(names.split(",")) if names else installed_package_files())
+
+
+def _package_files(names: Iterable[str]) -> list[Path]:
+    files = {name: installed_package_files(name) for name in names}
+    missing = [name for name, found in files.items() if not found]
+    if missing:
+        raise UserError(f"prompts: found no installed Python package {', '.join(missing)}")
+    return list(chain.from_iterable(files.values()))
 
 
 def _file_prompts(path: Path) -> list[Prompt]:
@@ -72,8 +97,8 @@ def _file_prompts(path: Path) -> list[Prompt]:
         lines = path.read_text(encoding="utf-8").split("\n")  # JSON text may hold other line separators
     except OSError as error:
         raise UserError(
-            f"prompts {str(path)!r}: cannot read it ({error.strerror}); expected {STDLIB_TRAIN},"
-            f" {STDLIB_HELDOUT} or the path of a JSONL file"
+            f"prompts {str(path)!r}: cannot read it ({error.strerror}); expected {_SOURCES} or the"
+            " path of a JSONL file"
         ) from error
     except UnicodeDecodeError as error:
         raise UserError(

@@ -14,15 +14,20 @@ import sys
 import sysconfig
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
 
 HELD_OUT_SHARE = 8  # one standard-library file in eight
 MAX_FILE_BYTES = 400_000
-MAX_ANSWER_LINES = 24
-MAX_LINE_REPEATS = 2  # an answer with a line more often than this teaches a small model to loop
+MAX_ANSWER_LINES = 8  # short: a small model asked for more begins to loop
+MAX_LINE_REPEATS = 1  # an answer with a line more often than this teaches a small model to loop
 MAX_REQUEST_CHARS = 600
+_WORTH_PROCESSES = 2000  # files
 _NOT_SOURCE = {"site-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", "turtledemo"}
 _COMMENT = re.compile(r"^(?P<indent>[ ]*)# (?P<text>\S.*)$")
 
@@ -57,9 +62,9 @@ def standard_library_files(*, held_out: bool) -> list[Path]:
     return files
 
 
-def installed_package_files() -> list[Path]:
-    """Every Python file of the packages on `sys.path`, sorted, each once."""
-    roots = [Path(p) for p in sys.path if p.endswith(("site-packages", "dist-packages"))]
+def installed_package_files(package: str = "") -> list[Path]:
+    """Every Python file of the packages on `sys.path`, or of one (its import name), sorted, each once."""
+    roots = [Path(p, package) for p in sys.path if p.endswith(("site-packages", "dist-packages"))]
     return sorted({path for root in roots for path in root.rglob("*.py")})
 
 
@@ -79,7 +84,19 @@ def read_sources(files: Iterable[Path]) -> Iterator[tuple[Path, str]]:
             yield path, text
 
 
-def find_chats(source: str, name: str) -> list[Chat]:
+def find_all_chats(
+    sources: Sequence[tuple[Path, str]], max_answer_lines: int = MAX_ANSWER_LINES
+) -> list[Chat]:
+    """The chats of all (path, text), in their order; on every core, where there are many."""
+    names, texts = [path.name for path, _ in sources], [text for _, text in sources]
+    find = partial(find_chats, max_answer_lines=max_answer_lines)
+    if len(sources) < _WORTH_PROCESSES:
+        return list(chain.from_iterable(map(find, texts, names)))
+    with ProcessPoolExecutor(mp_context=get_context("forkserver")) as pool:
+        return list(chain.from_iterable(pool.map(find, texts, names, chunksize=64)))
+
+
+def find_chats(source: str, name: str, max_answer_lines: int = MAX_ANSWER_LINES) -> list[Chat]:
     """The chats of one file, documented functions first; a file that does not parse has none."""
     try:
         tree = ast.parse(source)
@@ -88,7 +105,8 @@ def find_chats(source: str, name: str) -> list[Chat]:
     lines = source.splitlines()
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     chats = [chat for node in functions if (chat := _function_chat(node, lines, name))]
-    return chats + list(_comment_chats(lines, name))
+    chats += _comment_chats(lines, name)
+    return [chat for chat in chats if chat.answer.count("\n") <= max_answer_lines]
 
 
 def _function_chat(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str], name: str) -> Chat | None:
@@ -98,7 +116,7 @@ def _function_chat(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str
     summary = docstring.strip().split("\n\n")[0][:MAX_REQUEST_CHARS]
     code = lines[node.lineno - 1 : node.body[0].lineno - 1] + lines[node.body[0].end_lineno : node.end_lineno]
     answer = textwrap.dedent("\n".join(code)).strip("\n")
-    if len(code) > MAX_ANSWER_LINES or "\t" in answer or _repeats_itself(code):
+    if "\t" in answer or _repeats_itself(code):
         return None
     arguments = ast.unparse(node.args)
     return Chat(f"{node.name}({arguments}): {summary}", answer + "\n", name)
@@ -115,12 +133,7 @@ def _comment_chats(lines: list[str], name: str) -> Iterator[Chat]:
         code = _take_block(lines, index, indent)
         index += len(code)
         answer = textwrap.dedent("\n".join(code))
-        if (
-            len(text.split()) >= 5
-            and 2 <= len(code) <= MAX_ANSWER_LINES
-            and not _repeats_itself(code)
-            and _parses(answer)
-        ):
+        if len(text.split()) >= 5 and len(code) >= 2 and not _repeats_itself(code) and _parses(answer):
             yield Chat(text[:MAX_REQUEST_CHARS], answer + "\n", name)
 
 

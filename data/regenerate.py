@@ -17,7 +17,6 @@ from data.outcome import show_outcome
 from data.shard_plan import make_plan
 from recipes.errors import run_command
 from recipes.load import check_against_target, load_recipe, write_resolved
-from recipes.schema import Serve
 from serve.engine import child_environment
 
 
@@ -28,16 +27,16 @@ def main(
     """Have the target answer a recipe's prompts, and keep its text and its hidden states."""
     recipe = load_recipe(recipe_path, overrides or [])
     check_against_target(recipe)
-    _enter_environment(recipe.serve)
+    _enter_environment()
     write_resolved(recipe, recipe.output_dir)
     plan = make_plan(recipe)
     tally = fill_shards(plan)
     show_outcome(plan, tally)
 
 
-def _enter_environment(serve: Serve) -> None:
+def _enter_environment() -> None:
     """Starts this process anew in the engine's environment: some of it is read before Python's first line."""
-    environment = child_environment(serve)
+    environment = child_environment()
     if environment != dict(os.environ):
         os.execve(sys.executable, [sys.executable, *sys.argv], environment)
 

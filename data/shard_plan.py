@@ -15,7 +15,7 @@ from recipes.load import resolve_model
 from recipes.manifest import ShardManifest, identify_target, provenance, read_manifest
 from recipes.schema import Recipe
 
-_WITHOUT_EFFECT = ("check_sequences", "check_cosine")  # data.* that change no shard
+_WITHOUT_EFFECT = ("check_sequences", "check_cosine", "engines")  # data.* that change no shard
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ShardPlan:
 
     @property
     def spool(self) -> Path:
-        """Where captured states pass through."""
+        """Where captured states pass through, a folder for each engine."""
         return self.folder / "spool"
 
     def count_dropped(self) -> dict[str, int]:

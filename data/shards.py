@@ -57,43 +57,44 @@ class ShardWriter:
         self._directory = directory
         self.manifest = manifest
 
-    def write_shard(self, number: int, sequences: Many[Sequence], prompt_ids: Many[str]) -> ShardEntry:
-        """Writes or replaces shard `number`.  Raises OSError if the disk is full; other shards stay whole."""
-        name = shard_name(number)
-        tensors = _tensors(sequences, self._width)
-        entry = ShardEntry(
-            file=name,
-            sha256=write_tensors(self._directory / name, tensors, {"prompt_ids": json.dumps(prompt_ids)}),
-            sequences=len(sequences),
-            tokens=sum(len(each.token_ids) for each in sequences),
-            supervised_tokens=sum(int(each.loss_mask.sum()) for each in sequences),
-        )
-        others = [other for other in self.manifest.shards if other.file != name]
+    def add(self, entry: ShardEntry) -> None:
+        """Names a shard that is on the disk, or names it anew."""
+        others = [other for other in self.manifest.shards if other.file != entry.file]
         self._update(shards=sorted([*others, entry], key=lambda shard: shard.file))
-        return entry
 
     def finish(self, dropped: Mapping[str, int]) -> None:
         """Says that no shard will follow, and how many prompts were left out, by reason."""
         self._update(dropped=dict(dropped), complete=True)
-
-    @property
-    def _width(self) -> int:
-        return len(self.manifest.target_layer_ids) * self.manifest.hidden_size
 
     def _update(self, **changes: object) -> None:
         self.manifest = self.manifest.model_copy(update=changes)
         write_json(self._directory / MANIFEST_NAME, self.manifest)
 
 
-def _tensors(sequences: Many[Sequence], width: int) -> dict[str, TensorParts]:
+def write_shard_file(
+    directory: Path, number: int, sequences: Many[Sequence], prompt_ids: Many[str]
+) -> ShardEntry:
+    """Writes or replaces shard `number`'s file.  Raises OSError if the disk is full; no other changes."""
+    name = shard_name(number)
+    return ShardEntry(
+        file=name,
+        sha256=write_tensors(directory / name, _tensors(sequences), {"prompt_ids": json.dumps(prompt_ids)}),
+        sequences=len(sequences),
+        tokens=sum(len(each.token_ids) for each in sequences),
+        supervised_tokens=sum(int(each.loss_mask.sum()) for each in sequences),
+    )
+
+
+def _tensors(sequences: Many[Sequence]) -> dict[str, TensorParts]:
     lengths = torch.tensor([len(each.token_ids) for each in sequences], dtype=torch.int32)
     tokens = int(lengths.sum())
-    dtype = sequences[0].hidden.dtype if sequences else torch.bfloat16
+    states = [each.hidden for each in sequences]
+    dtype, width = (states[0].dtype, states[0].shape[1]) if states else (torch.bfloat16, 0)
     return {
         "lengths": TensorParts(torch.int32, (len(sequences),), [lengths]),
         "token_ids": TensorParts(torch.int32, (tokens,), [each.token_ids for each in sequences]),
         "loss_mask": TensorParts(torch.bool, (tokens,), [each.loss_mask for each in sequences]),
-        "hidden": TensorParts(dtype, (tokens - len(sequences), width), [each.hidden for each in sequences]),
+        "hidden": TensorParts(dtype, (tokens - len(sequences), width), states),
     }
 
 

@@ -89,7 +89,8 @@ class Data(Section):
     """Prompts in, the target's own responses and hidden states out."""
 
     prompts: str
-    """`stdlib:train` or `stdlib:heldout` (Python's own standard library, as chats), or a JSONL file of
+    """`stdlib:train` or `stdlib:heldout` (Python's own standard library, as chats), `installed:NAME,NAME`
+    (the former and those installed packages), `installed` (and all of them), or a JSONL file of
     {"messages": [...]} lines."""
     num_prompts: Positive
     sampling: Sampling = Sampling()
@@ -97,8 +98,10 @@ class Data(Section):
     """Longer prompts are dropped and counted."""
     shard_tokens: Positive = 200_000
     """A shard takes prompts until their longest possible sequences hold this many tokens."""
+    engines: Positive = 1
+    """Engines that share the prompts, each with its own copy of the target and its share of GPUs or cores."""
     check_sequences: Natural = 8
-    """Sequences whose taps are compared with forward hooks on the transformers model."""
+    """Sequences of each engine whose taps are compared with forward hooks on the transformers model."""
     check_cosine: Share = 0.999
     """The least cosine that a token's tap may have in that comparison."""
 

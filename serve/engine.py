@@ -38,7 +38,7 @@ def is_cuda() -> bool:
     return True
 
 
-def child_environment(serve: Serve) -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """os.environ for a process that imports vllm: no launcher's ranks, and what this device's build needs."""
     inherited = {name: value for name, value in os.environ.items() if not _is_foreign(name)}
     if is_cuda():

@@ -44,7 +44,7 @@ def main(  # noqa: PLR0913, PLR0917 - one per option
         show_verdict(plan)
         return
     arguments = engine_arguments(plan.target, plan.serve, plan.ckpt, plan.budget)
-    environment = child_environment(plan.serve)
+    environment = child_environment()
     if stock:
         make_stock(arguments, environment)
     show_plan(plan, host, port)

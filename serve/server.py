@@ -70,7 +70,7 @@ def _start(settings: Settings, options: list[str], log_path: Path) -> Child:
     with log_path.open("wb") as log:
         return subprocess.Popen(
             command,
-            env=child_environment(settings.serve),
+            env=child_environment(),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

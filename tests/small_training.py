@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from data.shards import Sequence, ShardWriter
+from data.shards import Sequence, ShardWriter, write_shard_file
 from recipes.manifest import ShardManifest, identify_target, provenance
 from recipes.schema import Drafter, Recipe
-from train.tiles import Tile, Tiling
+from train.tiles import Stack, Tiling
 
 HIDDEN, VOCAB, TARGET_LAYERS, MASK_ID = 32, 96, 4, 95
 DRAFTER = Drafter(
@@ -106,11 +106,12 @@ def write_shards(recipe: Recipe, num_sequences: int) -> None:
     sequences = [make_sequence(index) for index in range(num_sequences)]
     halves = sequences[: num_sequences // 2], sequences[num_sequences // 2 :]
     for number, half in enumerate(halves):
-        writer.write_shard(number, half, [f"prompt-{index}" for index in range(len(half))])
+        prompt_ids = [f"prompt-{index}" for index in range(len(half))]
+        writer.add(write_shard_file(recipe.output_dir / "shards", number, half, prompt_ids))
     writer.finish(dropped={})
 
 
 def untiled(mask: torch.Tensor) -> Tiling:
     """One dense tile that covers everything: `mask` is [Q, S + Q]."""
-    num_context = mask.shape[1] - mask.shape[0]
-    return Tiling([num_context], [Tile(0, slice(0, num_context), mask)])
+    rows, keys = (torch.arange(size) for size in mask.shape)
+    return Tiling([Stack(rows[None], keys[None], mask[None])], rows)

@@ -48,13 +48,15 @@ def recipe_of(output_dir: Path, **changes: object) -> Recipe:
     return load_recipe(TINY_RECIPE, overrides(output_dir, **changes))
 
 
-def command(output_dir: Path) -> list[str]:
+def command(output_dir: Path, engines: int) -> list[str]:
     script = str(REPOSITORY / "data" / "regenerate.py")
-    return [sys.executable, script, str(TINY_RECIPE), *overrides(output_dir)]
+    return [sys.executable, script, str(TINY_RECIPE), *overrides(output_dir, data__engines=engines)]
 
 
-def regenerate(output_dir: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(output_dir), capture_output=True, text=True, check=False, timeout=240)
+def regenerate(output_dir: Path, engines: int = 1) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(output_dir, engines), capture_output=True, text=True, check=False, timeout=240
+    )
 
 
 def checksums(output_dir: Path) -> dict[str, str]:
@@ -131,24 +133,35 @@ def test_a_finished_run_has_nothing_to_do(run):
     before = path.stat().st_mtime_ns
     plan = make_plan(recipe_of(run))
     assert plan.missing == []
-    assert fill_shards(plan).seconds == 0
+    assert fill_shards(plan).engine_seconds == 0
     assert path.stat().st_mtime_ns == before
 
 
-def test_a_run_killed_in_the_middle_makes_the_same_shards(run, tmp_path):
+def test_two_engines_killed_in_the_middle_and_gone_on_with_make_the_same_shards_as_one(run, tmp_path):
     output_dir = tmp_path / "killed"
     folder = output_dir / "shards"
-    process = subprocess.Popen(command(output_dir), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command(output_dir, 2), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(folder / MANIFEST_NAME, shard_name(1), process)
+    children = child_pids(process.pid)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
+    assert len(children) >= 2
     assert not read_manifest(folder / MANIFEST_NAME, ShardManifest).complete
-    (folder / shard_name(0)).unlink()  # a shard that is gone is made again, too
+    (folder / shard_name(0)).unlink(missing_ok=True)  # a shard that is gone is made again, too
     kept = (folder / shard_name(1)).stat().st_mtime_ns
-    assert regenerate(output_dir).returncode == 0
+    assert regenerate(output_dir, engines=2).returncode == 0
     assert checksums(output_dir) == checksums(run)
     assert len(open_shards(folder)) == len(open_shards(run / "shards"))
     assert (folder / shard_name(1)).stat().st_mtime_ns == kept
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()], "an engine outlived its parent"
+
+
+def child_pids(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def resident_pages(pid: str) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
 
 
 def wait_for(manifest: Path, shard: str, process: subprocess.Popen) -> None:
@@ -177,7 +190,20 @@ def test_shards_of_another_target_are_not_added_to(run, tmp_path):
 
 
 def test_settings_that_change_no_shard_may_change(run):
-    assert make_plan(recipe_of(run, data__check_sequences=0, serve__max_num_seqs=2)).missing == []
+    changes = {"data__check_sequences": 0, "data__engines": 3, "serve__max_num_seqs": 2}
+    assert make_plan(recipe_of(run, **changes)).missing == []
+
+
+def test_an_engine_that_dies_ends_the_run(tmp_path):
+    process = subprocess.Popen(command(tmp_path, 2), stderr=subprocess.PIPE, text=True)
+    while len(children := child_pids(process.pid)) < 3:  # multiprocessing's resource tracker, two engines
+        assert process.poll() is None
+        time.sleep(0.1)
+    os.kill(int(max(children, key=resident_pages)), signal.SIGKILL)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "an engine of the data phase ended with code -9" in said
+    assert "Traceback" not in said
 
 
 def test_a_damaged_shard_stops_the_run_and_is_named(run):

@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.shards import MANIFEST_NAME, Sequence, ShardWriter, open_shards, shard_name
+from data.shards import (
+    MANIFEST_NAME,
+    Sequence,
+    ShardWriter,
+    open_shards,
+    shard_name,
+    write_shard_file,
+)
 from recipes.errors import UserError
 from recipes.manifest import ShardManifest, TargetIdentity, read_manifest
 
@@ -41,7 +48,7 @@ def write(folder: Path, *sizes: int) -> ShardWriter:
     seeds = iter(range(100))
     for number, size in enumerate(sizes):
         sequences = [sequence(next(seeds)) for _ in range(size)]
-        writer.write_shard(number, sequences, [f"p{i}" for i in range(size)])
+        writer.add(write_shard_file(folder, number, sequences, [f"p{i}" for i in range(size)]))
     return writer
 
 
@@ -118,7 +125,7 @@ def test_leftover_temporary_files_go_when_writing_goes_on(tmp_path):
 
 def test_a_shard_written_again_replaces_its_entry(tmp_path):
     writer = write(tmp_path, 2, 2)
-    writer.write_shard(0, [sequence(50)], ["p"])
+    writer.add(write_shard_file(tmp_path, 0, [sequence(50)], ["p"]))
     assert [entry.sequences for entry in writer.manifest.shards] == [1, 2]
     check_equal(open_shards(tmp_path)[0], sequence(50))
 
@@ -136,5 +143,5 @@ def test_states_of_another_precision_are_not_mixed_in(tmp_path):
     odd = sequence(1)
     odd = Sequence(odd.token_ids, odd.loss_mask, odd.hidden.float())
     with pytest.raises(AssertionError, match="hidden"):
-        ShardWriter(tmp_path, EMPTY).write_shard(0, [sequence(0), odd], ["a", "b"])
+        write_shard_file(tmp_path, 0, [sequence(0), odd], ["a", "b"])
     assert not list(tmp_path.glob("shard*"))

@@ -86,7 +86,7 @@ def write_target(folder: Path) -> Path:
 
 
 def serve_prompts(target: Path, ckpt: Path) -> list[Served]:
-    os.environ.update(child_environment(Serve()))
+    os.environ.update(child_environment())
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the drafter is looked at from inside
     from vllm import LLM, SamplingParams  # noqa: PLC0415 - it reads the environment
 

@@ -36,7 +36,7 @@ def ours(tmp_path) -> Path:
 def test_a_stock_engine_holds_nothing_of_ours():
     recipe = tiny_recipe()
     arguments = engine_arguments(recipe.target, recipe.serve, None, None)
-    environment = child_environment(recipe.serve)
+    environment = child_environment()
     make_stock(arguments, environment)
     assert SECTION not in arguments["additional_config"]
     assert environment["VLLM_PLUGINS"] == ""
@@ -76,26 +76,26 @@ LAUNCHERS = (
 @pytest.mark.parametrize("name", [*LAUNCHERS.split(), "VLLM_CPU_KVCACHE_SPACE"])
 def test_an_engine_does_not_inherit(monkeypatch, name):
     monkeypatch.setenv(name, "1")
-    assert name not in child_environment(tiny_recipe().serve)
+    assert name not in child_environment()
 
 
 @pytest.mark.parametrize("name", ["PATH", "HF_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"])
 def test_an_engine_inherits(monkeypatch, name):
     monkeypatch.setenv(name, "kept")
-    assert child_environment(tiny_recipe().serve)[name] == "kept"
+    assert child_environment()[name] == "kept"
 
 
 @on_cpu
 def test_triton_is_interpreted_on_a_cpu(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert child_environment(tiny_recipe().serve)["TRITON_INTERPRET"] == "1"
+    assert child_environment()["TRITON_INTERPRET"] == "1"
 
 
 @on_cpu
 def test_an_engine_leaves_a_core_free_unless_told_otherwise(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = len(os.sched_getaffinity(0))
-    assert child_environment(tiny_recipe().serve)["OMP_NUM_THREADS"] == str(max(1, cores - 1))
+    assert child_environment()["OMP_NUM_THREADS"] == str(max(1, cores - 1))
 
 
 def test_the_chain_drafts_a_token_less_than_a_block(published):

@@ -3,13 +3,15 @@
 import pytest
 import torch
 from small_training import DRAFTER, make_sequence, untiled
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask
 
-from train.batches import join_places, pack, worst_case_batch
+from train.batches import pack, worst_case_batch
 from train.blocks import (
     block_places,
     context_places,
     draw_anchors,
+    join_places,
     make_blocks,
     visibility,
     visibility_cell_by_cell,
@@ -101,18 +103,28 @@ def test_visibility_equals_its_slow_twin(kind, window, block_size):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [1, 3, 11])
-@pytest.mark.parametrize("tile_rows", [1, 6, 64])
-def test_tiles_lose_nothing_of_the_dense_attention(kind, window, tile_rows, monkeypatch):
+@pytest.mark.parametrize(("tile_rows", "stack_keys"), [(1, 64), (6, 200), (9, 1 << 15), (64, 1 << 15)])
+@pytest.mark.parametrize("key_step", [1, 64])
+def test_tiles_lose_nothing_of_the_dense_attention(
+    kind, window, tile_rows, stack_keys, key_step, monkeypatch
+):
     monkeypatch.setattr("train.tiles.TILE_ROWS", tile_rows)
+    monkeypatch.setattr("train.tiles.STACK_KEYS", stack_keys)
+    monkeypatch.setattr("train.tiles.KEY_STEP", key_step)
     context, blocks, documents = two_documents(([0, 1, 7, 13], [2, 3, 5]), 3, (13, 5))
     tiling = cut_tiles(kind, window, context, blocks, documents, block_size=3)
     generator = torch.Generator().manual_seed(0)
     of_context = [torch.randn(18, 2, 8, generator=generator) for _ in range(2)]
     of_blocks = [torch.randn(21, 2, 8, generator=generator) for _ in range(2)]
     query = torch.randn(21, 4, 8, generator=generator)
-    dense = untiled(visibility(kind, window, context, blocks))
-    expected = attend(query, tuple(of_context), tuple(of_blocks), dense)
+    keys, values = (torch.cat(pair).transpose(0, 1) for pair in zip(of_context, of_blocks, strict=True))
+    mask = visibility(kind, window, context, blocks)
+    expected = F.scaled_dot_product_attention(
+        query.transpose(0, 1), keys, values, attn_mask=mask, enable_gqa=True
+    ).transpose(0, 1)
     torch.testing.assert_close(attend(query, tuple(of_context), tuple(of_blocks), tiling), expected)
+    dense = untiled(mask)
+    torch.testing.assert_close(attend(query, tuple(of_context), tuple(of_blocks), dense), expected)
 
 
 def test_a_packed_batch_holds_each_document_up_to_before_its_last_anchor():

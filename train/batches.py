@@ -12,7 +12,7 @@ import torch
 
 from data.shards import Sequence
 from recipes.schema import Drafter, LayerType
-from train.blocks import Blocks, Places, block_places, context_places, make_blocks
+from train.blocks import Blocks, Places, block_places, context_places, join_places, make_blocks
 from train.tiles import Document, Tiling, cut_tiles
 
 
@@ -86,15 +86,6 @@ def _lay_out(
         )
         first_row, first_block = first_row + rows, last_block
     return join_places(contexts), join_places(places), documents
-
-
-def join_places(parts: Many[Places]) -> Places:
-    return Places(
-        torch.cat([part.document for part in parts]),
-        torch.cat([part.position for part in parts]),
-        torch.cat([part.block for part in parts]),
-        torch.cat([part.anchor for part in parts]),
-    )
 
 
 def worst_case_batch(

@@ -9,6 +9,7 @@ kernel can call it on its index tensors.
 
 # L=tokens of a sequence  A=blocks  K=slots of a block  Q=query rows (A x K)  S=context rows
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +98,15 @@ def block_places(document: int, first_block: int, anchors_A: torch.Tensor, block
         positions_Q,
         torch.arange(first_block, first_block + len(anchors_A)).repeat_interleave(block_size),
         anchors_A.repeat_interleave(block_size),
+    )
+
+
+def join_places(parts: Sequence[Places]) -> Places:
+    return Places(
+        torch.cat([part.document for part in parts]),
+        torch.cat([part.position for part in parts]),
+        torch.cat([part.block for part in parts]),
+        torch.cat([part.anchor for part in parts]),
     )
 
 

@@ -89,7 +89,7 @@ def measure(recipe: Recipe, distilled: Distilled) -> None:
 def run_child(script: str, arguments: Sequence[str], recipe: Recipe) -> None:
     """Runs one of our scripts; its failure becomes ours, a user's mistake staying one."""
     command = [sys.executable, str(REPOSITORY / script), *arguments]
-    code = subprocess.run(command, env=child_environment(recipe.serve), check=False).returncode
+    code = subprocess.run(command, env=child_environment(), check=False).returncode
     if code == MISTAKE:
         raise UserError(f"{script} refused, as it says above")
     if code:

@@ -1,8 +1,9 @@
 r"""Trains the embedded target: a ten-million-parameter Gated-DeltaNet hybrid that writes Python.
 
-    python train/embedded_target.py runs/stage1 --rows 64 --steps 1550           # reads code and chats
-    python train/embedded_target.py recipes/embedded/target --init runs/stage1 --rows 64 --steps 1600 \
-        --chat-share 0.7 --learning-rate 0.0015                                  # learns to answer and stop
+    script="python train/embedded_target.py --rows 64"
+    $script runs/1 --steps 1550 --answer-lines 60               # reads code and chats
+    $script runs/2 --init runs/1 --steps 1600 --answer-lines 24 --chat-share 0.7 --learning-rate 0.0015
+    $script recipes/embedded/target --init runs/2 --steps 1780 --chat-share 0.5 --learning-rate 0.0025
 
 The architecture is the flagship's (Qwen3.5/3.6 text model: three Gated-DeltaNet layers to one gated
 attention layer, partial rotary embedding, untied embeddings) at the smallest widths that vLLM's CPU
@@ -19,9 +20,7 @@ import math
 import platform
 import random
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -32,8 +31,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from data.python_source import (
+    MAX_ANSWER_LINES,
     Chat,
-    find_chats,
+    find_all_chats,
     installed_package_files,
     read_sources,
     standard_library,
@@ -77,6 +77,7 @@ class Schedule:
     rows: int  # rows in a step
     row_tokens: int
     chat_share: float  # of the rows
+    answer_lines: int  # at most, in a chat
     learning_rate: float
     warmup_steps: int
     weight_decay: float
@@ -153,19 +154,17 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return fast
 
 
-def read_corpus() -> tuple[list[str], list[Chat], list[str], list[Chat], dict]:
+def read_corpus(answer_lines: int) -> tuple[list[str], list[Chat], list[str], list[Chat], dict]:
     """Training texts and chats, held-out texts and chats, and a description of where they came from."""
     held_out = list(read_sources(standard_library_files(held_out=True)))
     held_out_texts = {text for _, text in held_out}
     own_files = set(standard_library_files(held_out=False))
     training_files = sorted(own_files) + installed_package_files()
     training = [(path, text) for path, text in read_sources(training_files) if text not in held_out_texts]
-    held_out_chats = [chat for path, text in held_out for chat in find_chats(text, path.name)]
+    held_out_chats = find_all_chats(held_out, answer_lines)
     forbidden = {chat.answer for chat in held_out_chats}
-    with ProcessPoolExecutor() as pool:
-        found = pool.map(find_chats, [t for _, t in training], [p.name for p, _ in training], chunksize=64)
-        chats = list(chain.from_iterable(found))
-    chats = list({(c.request, c.answer): c for c in chats if c.answer not in forbidden}.values())
+    found = find_all_chats(training, answer_lines)
+    chats = list({(c.request, c.answer): c for c in found if c.answer not in forbidden}.values())
     library = standard_library()
     description = {
         "python": platform.python_version(),
@@ -317,7 +316,7 @@ def prepare_corpus(
     if saved.exists():
         return PreTrainedTokenizerFast.from_pretrained(cache), torch.load(saved, weights_only=False)
     rng = random.Random(schedule.seed)
-    texts, chats, held_texts, held_chats, description = read_corpus()
+    texts, chats, held_texts, held_chats, description = read_corpus(schedule.answer_lines)
     rng.shuffle(texts)
     rng.shuffle(chats)
     if init:
@@ -348,6 +347,12 @@ def save(model: Qwen3_5ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pat
     model.config.dtype = torch.bfloat16
     model.save_pretrained(out, max_shard_size="10MB")
     tokenizer.save_pretrained(out)
+
+
+def earlier_schedules(init: Path) -> list[dict]:
+    """Of the trainings that made `init`, first to last."""
+    record = json.loads((init / "training.json").read_text())
+    return [*record["earlier"], record["schedule"]]
 
 
 def report(
@@ -395,6 +400,7 @@ def main(  # noqa: PLR0913, PLR0917
     learning_rate: Annotated[float, typer.Option(help="peak learning rate")] = 3e-3,
     seed: Annotated[int, typer.Option(help="seed of the weights and of the data order")] = 0,
     chat_share: Annotated[float, typer.Option(help="share of rows that hold chats")] = 0.35,
+    answer_lines: Annotated[int, typer.Option(help="lines of a chat's answer at most")] = MAX_ANSWER_LINES,
     init: Annotated[Path | None, typer.Option(help="go on from these weights, with their tokenizer")] = None,
     cache: Annotated[Path, typer.Option(help="the tokenized corpus is kept here")] = Path(
         "runs/embedded_target"
@@ -402,7 +408,15 @@ def main(  # noqa: PLR0913, PLR0917
 ) -> None:
     warmup_steps = min(200, steps // 10 + 1)
     schedule = Schedule(
-        steps, seed, rows, row_tokens, chat_share, learning_rate, warmup_steps, weight_decay=0.1
+        steps,
+        seed,
+        rows,
+        row_tokens,
+        chat_share,
+        answer_lines,
+        learning_rate,
+        warmup_steps,
+        weight_decay=0.1,
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     began = time.perf_counter()
@@ -423,7 +437,7 @@ def main(  # noqa: PLR0913, PLR0917
     save(model, tokenizer, out)
     record = {
         "schedule": asdict(schedule),
-        "earlier": json.loads((init / "training.json").read_text())["schedule"] if init else None,
+        "earlier": earlier_schedules(init) if init else [],
         "corpus": prepared.description,
         "parameters": sum(p.numel() for p in model.parameters()),
         "torch": torch.__version__,

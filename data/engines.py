@@ -1,0 +1,161 @@
+"""The data phase's engines: processes that share out the prompts, each with its own copy of the target.
+
+An engine takes the next group when it is done with one.  It ends with this process, however that dies, and
+its failure becomes ours.
+"""
+
+import os
+import signal
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.groups import Rendered
+from data.shard_maker import Made, ShardMaker
+from recipes.errors import MachineError, UserError
+from recipes.schema import Recipe
+from serve.engine import is_cuda
+from serve.lifetime import follow_parent
+
+
+@dataclass(frozen=True)
+class Work:
+    """A shard to be made."""
+
+    number: int
+    prompts: Sequence[Rendered]
+
+
+@dataclass(frozen=True)
+class Advanced:
+    """One step of an engine."""
+
+    new_tokens: int
+    finished_answers: int
+
+
+class Engine:
+    """A process that makes one shard at a time."""
+
+    def __init__(self, recipe: Recipe, folder: Path, spool: Path, environment: Mapping[str, str]) -> None:
+        context = get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        arguments = (recipe, folder, spool, theirs, os.getpid())
+        self._process = context.Process(target=_make_shards, args=arguments)
+        with _environment(environment):  # OpenMP reads its part when the process begins
+            self._process.start()
+        theirs.close()
+
+    def begin(self, work: Work) -> None:
+        with self._watched():
+            self.connection.send(work)
+
+    def hear(self) -> Advanced | Made:
+        """Waits.  Raises what the engine raised, or MachineError if it died."""
+        with self._watched():
+            event = self.connection.recv()
+        if isinstance(event, Exception):
+            raise event
+        return event
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, ConnectionError):
+            self._process.join()
+            code = self._process.exitcode
+            raise MachineError(f"an engine of the data phase ended with code {code}, see above") from None
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+@contextmanager
+def running_engines(recipe: Recipe, folder: Path, spool: Path, most: int) -> Iterator[list[Engine]]:
+    """data.engines of them, at most `most`; UserError if there are too few GPUs for them."""
+    count = min(recipe.data.engines, most)
+    environments = share_devices(count, recipe.serve.tensor_parallel_size)
+    engines: list[Engine] = []
+    try:
+        for number, environment in enumerate(environments):
+            engines.append(Engine(recipe, folder, spool / str(number), environment))
+        yield engines
+    finally:
+        for engine in engines:
+            engine.kill()
+
+
+def share_out(engines: Sequence[Engine], work: Sequence[Work]) -> Iterator[Advanced | Made]:
+    """What happens, as it happens, until all work is done."""
+    left = deque(work)
+    busy: dict[Any, Engine] = {}
+    for engine in engines:
+        if left:
+            engine.begin(left.popleft())
+            busy[engine.connection] = engine
+    while busy:
+        for connection in wait(list(busy)):
+            event = busy[connection].hear()
+            yield event
+            if isinstance(event, Made) and left:
+                busy[connection].begin(left.popleft())
+            elif isinstance(event, Made):
+                del busy[connection]
+
+
+def _make_shards(recipe: Recipe, folder: Path, spool: Path, parent: Connection, parent_pid: int) -> None:
+    """The engine's process: makes a shard of every Work that comes, tells of each step, ends when killed."""
+    follow_parent(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
+    try:
+        maker = ShardMaker(recipe, folder, spool, lambda *step: parent.send(Advanced(*step)))
+        while True:
+            work = parent.recv()
+            parent.send(maker.make(work.number, work.prompts))
+    except (UserError, MachineError, OSError) as error:
+        parent.send(error)
+
+
+@contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def share_devices(engines: int, tensor_parallel_size: int) -> list[dict[str, str]]:
+    """What each of `engines` processes adds to the engine's environment, so that they share the machine.
+
+    On CUDA its own GPUs, on a CPU its share of the threads.  UserError if there are too few GPUs.
+    """
+    if not is_cuda():
+        threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+        return [{"OMP_NUM_THREADS": str(max(1, threads // engines))}] * engines
+    gpus = _visible_gpus()
+    if len(gpus) < engines * tensor_parallel_size:
+        raise UserError(
+            f"{engines} engines with serve.tensor_parallel_size {tensor_parallel_size} need"
+            f" {engines * tensor_parallel_size} GPUs, found {len(gpus)}: lower data.engines"
+        )
+    shares = [gpus[first::engines][:tensor_parallel_size] for first in range(engines)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
+
+
+def _visible_gpus() -> list[str]:
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name for name in named.split(",") if name]
+    return [str(index) for index in range(torch.cuda.device_count())]

@@ -1,0 +1,93 @@
+"""One engine's part of the data phase: answers groups of prompts, checks its taps once, writes shard files.
+
+Runs in a process of its own (`data.engines` starts it and hears of what it did); the manifest is not its
+business.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from data import shards
+from data.check_taps import HookedTarget, NamedSequence, check_taps
+from data.groups import Rendered
+from data.shards import write_shard_file
+from recipes.manifest import ShardEntry
+from recipes.schema import Recipe
+from serve.generation import Answer, CapturingEngine, Request
+
+
+@dataclass(frozen=True)
+class Made:
+    """A shard, whole on the disk."""
+
+    entry: ShardEntry
+    emitted_tokens: int
+    seconds: float
+    """Of generating."""
+    finish_reasons: Mapping[str, int]
+    least_cosines: Mapping[int, float]
+    """By tapped layer; empty unless this shard's taps were checked."""
+
+
+class ShardMaker:
+    """A capturing engine and where its shards go.  Its first shard is checked before it is written."""
+
+    def __init__(
+        self, recipe: Recipe, folder: Path, spool: Path, on_step: Callable[[int, int], None]
+    ) -> None:
+        """on_step(new tokens, finished answers) is called after each of the engine's steps."""
+        self._recipe = recipe
+        self._folder = folder
+        self._on_step = on_step
+        self._engine = CapturingEngine(recipe.target, recipe.serve, recipe.drafter.target_layer_ids, spool)
+        self._is_checked = recipe.data.check_sequences == 0
+
+    def make(self, number: int, prompts: Sequence[Rendered]) -> Made:
+        """Its states stay in the spool's files, which are gone from the disk when this returns."""
+        start = time.monotonic()
+        answers = self._answer(prompts)
+        seconds = time.monotonic() - start
+        named = [
+            NamedSequence(prompt.id, make_sequence(prompt, answer))
+            for prompt, answer in zip(prompts, answers, strict=True)
+            if not is_empty(answer)
+        ]
+        return Made(
+            least_cosines=self._check(named),  # before the shard is written
+            entry=self._write(number, named),
+            emitted_tokens=sum(len(answer.token_ids) for answer in answers),
+            seconds=seconds,
+            finish_reasons=Counter(answer.finish_reason for answer in answers),
+        )
+
+    def _answer(self, prompts: Sequence[Rendered]) -> list[Answer]:
+        requests = [Request(prompt.token_ids, prompt.seed) for prompt in prompts]
+        return self._engine.answer(requests, self._recipe.data.sampling, self._on_step)
+
+    def _check(self, named: Sequence[NamedSequence]) -> dict[int, float]:
+        if self._is_checked:
+            return {}
+        self._is_checked = True
+        data, layers = self._recipe.data, self._recipe.drafter.target_layer_ids
+        reference = HookedTarget(self._recipe.target, layers)
+        return check_taps(named[: data.check_sequences], reference.compute_taps, layers, data.check_cosine)
+
+    def _write(self, number: int, named: Sequence[NamedSequence]) -> ShardEntry:
+        sequences, prompt_ids = [each.sequence for each in named], [each.name for each in named]
+        return write_shard_file(self._folder, number, sequences, prompt_ids)
+
+
+def is_empty(answer: Answer) -> bool:
+    """Nothing but the end of the turn."""
+    return answer.finish_reason == "stop" and len(answer.token_ids) <= 1
+
+
+def make_sequence(prompt: Rendered, answer: Answer) -> shards.Sequence:
+    token_ids = [*prompt.token_ids, *answer.token_ids]
+    is_emitted = torch.arange(len(token_ids)) >= len(prompt.token_ids)
+    return shards.Sequence(torch.tensor(token_ids, dtype=torch.int32), is_emitted, answer.hidden)
