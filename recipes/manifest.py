@@ -17,14 +17,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from recipes import schema
 from recipes.errors import UserError
 from recipes.problems import describe_problem
-from recipes.target_config import REPOSITORY, find_folder, read_target_config, resolve_model
+from recipes.target_config import REPOSITORY, find_config, find_folder, read_target_config, resolve_model
 
 Count = Annotated[int, Field(ge=0)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -146,8 +144,8 @@ def identify_target(target: schema.Target) -> TargetIdentity:
 
     Raises UserError if there is no such model, or no weights in the folder.
     """
-    folder = find_folder(resolve_model(target.model))
-    config_path = _hub_config(target) if folder is None else folder / "config.json"
+    model = resolve_model(target.model)
+    folder, config_path = find_folder(model), find_config(model, target.revision)
     config = read_target_config(config_path)
     return TargetIdentity(
         model=target.model,
@@ -159,16 +157,6 @@ def identify_target(target: schema.Target) -> TargetIdentity:
         vocab_size=config.vocab_size,
         num_hidden_layers=config.num_hidden_layers,
     )
-
-
-def _hub_config(target: schema.Target) -> Path:
-    try:
-        return Path(hf_hub_download(target.model, "config.json", revision=target.revision))
-    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"model {target.model!r}: found neither a folder of that name nor a model on the hub ({reason})"
-        ) from error
 
 
 def _hub_fingerprint(target: schema.Target, config_path: Path) -> str:

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
 from recipes.errors import UserError
 from recipes.schema import Recipe
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+CONFIG_NAME = "config.json"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -27,7 +31,11 @@ class TargetConfig:
 def find_folder(name: str) -> Path | None:
     """A model's folder, looked up from the working directory, then from the repository root."""
     path = Path(name).expanduser()
-    return next((base / path for base in (Path.cwd(), REPOSITORY) if (base / path).is_dir()), None)
+    return next((base / path for base in _bases() if (base / path).is_dir()), None)
+
+
+def _bases() -> tuple[Path, Path]:
+    return Path.cwd(), REPOSITORY
 
 
 def resolve_model(name: str) -> str:
@@ -37,10 +45,25 @@ def resolve_model(name: str) -> str:
         return str(folder)
     if _HUB_NAME.fullmatch(name):
         return name
+    bases = " and ".join(dict.fromkeys(map(str, _bases())))
     raise UserError(
-        f"model {name!r}: found no such folder (looked from {Path.cwd()} and {REPOSITORY}); "
+        f"model {name!r}: found no such folder (looked from {bases}); "
         "write the path of a folder with config.json, or a hub name such as Qwen/Qwen3.6-27B"
     )
+
+
+def find_config(model: str, revision: str | None) -> Path:
+    """config.json of a folder, or of a model on the hub, fetched if need be; else UserError."""
+    folder = find_folder(model)
+    if folder is not None:
+        return folder / CONFIG_NAME
+    try:
+        return Path(hf_hub_download(model, CONFIG_NAME, revision=revision))
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"model {model!r}: found neither a folder of that name nor a model on the hub ({reason})"
+        ) from error
 
 
 def read_target_config(config_path: Path) -> TargetConfig:
@@ -90,7 +113,7 @@ def check_against_target(recipe: Recipe) -> None:
     folder = find_folder(resolve_model(recipe.target.model))
     if folder is None:
         return
-    problems = _misfits(recipe, read_target_config(folder / "config.json"))
+    problems = _misfits(recipe, read_target_config(folder / CONFIG_NAME))
     if problems:
         raise UserError(
             "\n  ".join([f"the recipe does not fit its target {recipe.target.model}:", *problems])

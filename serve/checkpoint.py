@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
 from recipes.errors import UserError
 from recipes.schema import Drafter, LayerType
+from recipes.target_config import find_config
 from serve.drafter_config import (
     ARCHITECTURE,
     CONFIG_NAME,
@@ -50,12 +48,7 @@ def load_target_config(model: str, revision: str | None = None) -> dict[str, Any
 
     `model` is a folder or a hub name.  Raises UserError when there is no config.json.
     """
-    if Path(model).is_dir():
-        return text_config(read_json(Path(model) / CONFIG_NAME))
-    try:
-        return text_config(read_json(Path(hf_hub_download(model, CONFIG_NAME, revision=revision))))
-    except (HfHubHTTPError, LocalEntryNotFoundError) as absent:
-        raise UserError(f"cannot read {CONFIG_NAME} of target {model}: {absent}") from absent
+    return text_config(read_json(find_config(model, revision)))
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:

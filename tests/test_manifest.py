@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from pydantic import ValidationError
 
-from recipes import manifest, schema
+from recipes import manifest, schema, target_config
 from recipes.errors import UserError
 from recipes.manifest import (
     CheckpointManifest,
@@ -235,7 +235,7 @@ def test_a_hub_model_is_identified_by_its_commit(tmp_path, monkeypatch, embedded
         snapshot.mkdir(parents=True, exist_ok=True)
         return shutil.copy(embedded_target / file, snapshot / file)
 
-    monkeypatch.setattr(manifest, "hf_hub_download", cached)
+    monkeypatch.setattr(target_config, "hf_hub_download", cached)
     floating = fingerprint("some/model")
     assert fingerprint("some/model", revision="c0ffee") == floating
     assert fingerprint("some/model", revision="decaf") != floating
