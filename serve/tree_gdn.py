@@ -59,6 +59,8 @@ class GdnRows:
 
 @dataclass(frozen=True)
 class Gates:
+    """fp32 [*, H], as `GdnRows` takes them."""
+
     log_decay: torch.Tensor
     beta: torch.Tensor
 
@@ -79,6 +81,8 @@ class VerifiedTrees:
 
 @dataclass(frozen=True)
 class MixedChain:
+    """One request's outputs, and the state they leave."""
+
     outputs_THV: torch.Tensor
     """In the values' dtype."""
     state_HKV: torch.Tensor
@@ -87,6 +91,8 @@ class MixedChain:
 
 @dataclass(frozen=True)
 class ConvolvedChain:
+    """One request's outputs, in the inputs' dtype, and the conv state they leave, in the given one's."""
+
     outputs_TC: torch.Tensor
     conv_state_CX: torch.Tensor
     """The last inputs, oldest first."""
@@ -191,9 +197,8 @@ def convolve_trees(
     """
     lines_BSC = torch.cat([_widen(conv_state_BCX).mT, _widen(inputs_BRC)], dim=1)  # S=X + R
     num_columns, num_taps = conv_state_BCX.shape[2], weight_CW.shape[1]
-    up_of_state_Y = torch.arange(
-        -1, num_columns, device=parents_BN.device
-    )  # the committed token's is the last
+    # a column follows the one before it, the committed token the last one; no path reaches above the first
+    up_of_state_Y = torch.arange(-1, num_columns, device=parents_BN.device)  # Y=X + 1
     up_BS = torch.cat([up_of_state_Y.expand(len(parents_BN), -1), parents_BN + 1 + num_columns], dim=1)
     at_BR = num_columns + _counting(inputs_BRC[..., 0])
     outputs_BRC = torch.zeros_like(inputs_BRC, dtype=lines_BSC.dtype)

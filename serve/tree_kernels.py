@@ -1,8 +1,14 @@
 """`attend_ragged` and `merge_states` of `serve/tree_attention.py` in Triton, with the same signatures.
 
-For an attention backend on a GPU: stock attention over the context, then these two.  They use what every GPU
-from sm_80 on has.  Grids depend on shapes alone and sizes are read on the device, so they can stand in a CUDA
-graph that later steps replay with other trees.  Shapes and arguments: see there.
+For an attention backend on a GPU.  Grids depend on shapes alone and sizes are read on the device, so a CUDA
+graph can hold the launches and later steps replay them with other trees.  Nothing asks for more than sm_80.
+Shapes and arguments: see there.  For those requests of a batch that are trees, with q, k, v as the layer made
+them:
+
+    out, lse = flash_attn_varlen_func(q, k_cache, v_cache, cu_seqlens_q=query_starts, causal=False,
+                                      seqused_k=sequence_lengths - rows, block_table=block_tables,
+                                      return_softmax_lse=True, ...)
+    merge_states(out, lse, *attend_ragged(q, k, v, words, query_starts, scale, 1 + nodes), words)
 """
 # ruff: noqa: PLR0913, PLR0917  (a kernel takes pointers and strides one by one)
 
@@ -15,6 +21,7 @@ from serve.tree_attention import MOST_ROWS, LseLayout
 _LEAST_TILE = 16  # of tl.dot, in every dimension
 _MOST_DIMS = 64  # of a head at a time: whole heads of 256 would not fit into sm_86's shared memory
 _HEADS = 4  # that one program merges
+_DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def attend_ragged(
@@ -54,6 +61,8 @@ def attend_ragged(
         MOST_ROWS=max_rows,
         TILE_ROWS=tile_rows,
         TILE_DIMS=min(_MOST_DIMS, max(_LEAST_TILE, triton.next_power_of_2(head_size))),
+        # the interpreter (3.9) would multiply the bit patterns of bf16
+        DOT_TYPE=tl.float32 if triton.knobs.runtime.interpret else _DOT_TYPES[query_THd.dtype],
         num_warps=max(4, tile_rows // 8),  # with 4, a tile of 64 rows spills registers
     )
     return output_THd, lse_TH
@@ -115,6 +124,7 @@ def _attend_kernel(
     MOST_ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_DIMS: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
 ) -> None:
     """One program a request and query head."""
     first = tl.load(query_starts + tl.program_id(0)).to(tl.int64)
@@ -132,8 +142,8 @@ def _attend_kernel(
     for start in tl.range(0, HEAD_SIZE, TILE_DIMS, num_stages=1):
         dim = start + tl.arange(0, TILE_DIMS)[None, :]
         inside = is_row[:, None] & (dim < HEAD_SIZE)
-        query_part = tl.load(query + dim, mask=inside, other=0.0)
-        key_part = tl.load(key + dim, mask=inside, other=0.0)
+        query_part = tl.load(query + dim, mask=inside, other=0.0).to(DOT_TYPE)
+        key_part = tl.load(key + dim, mask=inside, other=0.0).to(DOT_TYPE)
         score += tl.dot(query_part, tl.trans(key_part), input_precision="ieee")
 
     # An arithmetic shift repeats the sign bit, but bit 0 of its result is right for all 64 places.
@@ -141,19 +151,18 @@ def _attend_kernel(
     sees = ((word[:, None] >> row[None, :].to(tl.int64)) & 1) == 1
     score = tl.where(sees & is_row[None, :], score * scale, float("-inf"))
     greatest = tl.max(score, axis=1)
-    greatest = tl.where(greatest == float("-inf"), 0.0, greatest)
-    weight = tl.exp(score - greatest[:, None])
-    total = tl.sum(weight, axis=1)
+    sees_any = greatest > float("-inf")
+    weight = tl.exp(score - tl.where(sees_any, greatest, 0.0)[:, None])
+    total = tl.where(sees_any, tl.sum(weight, axis=1), 1.0)
     tl.store(lse + (first + row) * num_heads + head, greatest + tl.log(total), mask=is_row)
 
-    total = tl.where(total == 0.0, 1.0, total)
     value += at * value_row_stride + head // HEADS_PER_KV * value_head_stride
     output += (at * num_heads + head) * HEAD_SIZE
     for start in tl.range(0, HEAD_SIZE, TILE_DIMS, num_stages=1):
         dim = start + tl.arange(0, TILE_DIMS)[None, :]
         inside = is_row[:, None] & (dim < HEAD_SIZE)
-        value_part = tl.load(value + dim, mask=inside, other=0.0)
-        result = tl.dot(weight.to(value_part.dtype), value_part, input_precision="ieee") / total[:, None]
+        value_part = tl.load(value + dim, mask=inside, other=0.0).to(DOT_TYPE)
+        result = tl.dot(weight.to(DOT_TYPE), value_part, input_precision="ieee") / total[:, None]
         tl.store(output + dim, result.to(output.dtype.element_ty), mask=inside)
 
 

@@ -1,4 +1,4 @@
-"""Attention of tree rows: every way to compute it against its definition, and that against plain attention."""
+"""Attention of tree rows: each way to compute it against its definition, and that against plain attention."""
 
 import os
 import subprocess
@@ -85,9 +85,10 @@ def attend_in_parts(query, key, value, sees, scale):
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_the_parts_merge_to_the_definition(heads):
     draws = Draws()
+    tree = draws.tree(64)
     for context in CONTEXTS:
         for rows in ROWS:
-            inputs = (*draws.qkv(heads, rows, context + rows), draws.tree(rows), heads.scale)
+            inputs = (*draws.qkv(heads, rows, context + rows), tree[:rows, :rows], heads.scale)
             torch.testing.assert_close(attend_in_parts(*inputs), attend_densely(*inputs), rtol=0, atol=2e-6)
 
 
@@ -201,7 +202,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests in an engine's shape, in scrambled blocks; the cache is vLLM's [blocks, G, block_size, 2 * d]."""
+    """Requests as an engine holds them, in scrambled blocks; the cache is vLLM's [N, G, P, 2 * d]."""
 
     query_THd: torch.Tensor
     key_TGd: torch.Tensor
@@ -281,7 +282,7 @@ def test_a_paged_batch_gets_what_each_request_gets_alone():
 # The kernels
 
 
-def is_close(dtype: torch.dtype, found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_close(dtype: torch.dtype, found: torch.Tensor, expected: torch.Tensor) -> None:
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
@@ -297,7 +298,7 @@ def test_the_kernel_gives_the_ragged_rows_part(heads, max_rows, dtype):
     counts = batch.starts.diff().repeat_interleave(batch.starts.diff())
     mine = (counts <= max_rows).nonzero()[:, 0]
     assert len(mine) < len(found)
-    is_close(dtype, found[mine], expected[mine])
+    assert_close(dtype, found[mine], expected[mine])
     torch.testing.assert_close(found_lse[mine], expected_lse[mine], rtol=1e-5, atol=1e-5)
 
 
@@ -315,7 +316,7 @@ def test_the_kernel_merges_as_torch_does(dtype, layout):
     expected, found = context.clone(), context.clone()
     tree_attention.merge_states(expected, lse, part, lse_part, words, layout)
     tree_kernels.merge_states(found, lse, part, lse_part, words, layout)
-    is_close(dtype, found, expected)
+    assert_close(dtype, found, expected)
     assert torch.equal(found[4:6], context[4:6])
     assert torch.equal(found[6:8], part[6:8])
 
@@ -339,11 +340,12 @@ def test_stock_attention_then_the_kernels_is_attention_of_the_batch(dtype, ways)
         batch.query_THd, batch.key_TGd, batch.value_TGd, batch.words_T, batch.starts, SOME.scale
     )
     ways.merge_states(output, lse.to(DEVICE), part, part_lse, batch.words_T)
-    is_close(dtype, output, expected)
+    assert_close(dtype, output, expected)
 
 
 COMPILE = """
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from serve import tree_kernels
@@ -352,14 +354,15 @@ def shared_bytes(kernel, capability, pointers, **sizes):
     types = {name: "i32" for name in kernel.arg_names}
     types |= {name: "*bf16" for name in ("query", "key", "value", "output", "rows") if name in types}
     types |= pointers | {name: "constexpr" for name in sizes}
-    source = ASTSource(fn=kernel, signature={name: types[name] for name in kernel.arg_names}, constexprs=sizes)
+    signature = {name: types[name] for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=sizes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32)).metadata.shared
 
 for capability in (86, 90):
     print(shared_bytes(
         tree_kernels._attend_kernel, capability,
         {"words": "*i64", "query_starts": "*i32", "lse": "*fp32", "scale": "fp32"},
-        HEADS_PER_KV=6, HEAD_SIZE=256, MOST_ROWS=64, TILE_ROWS=64, TILE_DIMS=64,
+        HEADS_PER_KV=6, HEAD_SIZE=256, MOST_ROWS=64, TILE_ROWS=64, TILE_DIMS=64, DOT_TYPE=tl.bfloat16,
     ))
     print(shared_bytes(
         tree_kernels._merge_kernel, capability,
@@ -370,7 +373,7 @@ for capability in (86, 90):
 
 
 def test_the_kernels_compile_for_sm_86_and_sm_90(tmp_path):
-    """Triton brings its assembler along, so this needs no GPU; it does need a process that does not interpret."""
+    """Triton brings its assembler along, so no GPU is needed, but a process that does not interpret."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     compiled = subprocess.run(
         [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False

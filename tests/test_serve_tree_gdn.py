@@ -1,4 +1,4 @@
-"""serve/tree_gdn.py: every node of a tree against the recurrence along its own path; what is committed too."""
+"""serve/tree_gdn.py: every node against the recurrence along its own path; what is committed too."""
 
 from dataclasses import dataclass, replace
 
@@ -8,7 +8,6 @@ from torch.nn import functional as F
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 from vllm import _custom_ops
 
-from serve.tree import ROOT
 from serve.tree_batch import TreeBatch, WalkBatch, follow_trees, grow_trees, see_ancestors
 from serve.tree_gdn import (
     GdnRows,
@@ -22,8 +21,10 @@ from serve.tree_gdn import (
     verify_trees,
 )
 
-TIGHT = 1e-12  # fp64
-FP32 = 3e-6  # largest error over the largest value
+# Bounds on the largest error over the largest value
+TIGHT = 1e-13  # fp64
+FP32 = 2e-6  # 5e-7 was seen, of the recurrence itself too
+BF16 = 2**-7
 COARSE = 1e-3  # what a wrong mask or path must exceed
 SLOTS = 15
 
@@ -62,16 +63,29 @@ class Drawn:
     state_BHKV: torch.Tensor
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tensors are so small here that threads only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def draw_trees(generator: torch.Generator, batch: int, budget: int) -> TreeBatch:
-    """Different trees, some narrow and deep, some smaller than the budget."""
-    sharpness_B = 0.3 + 3 * torch.rand(batch, generator=generator)
-    drawn = -torch.rand(batch, SLOTS, 4, 4, generator=generator).log().neg() * sharpness_B[:, None, None, None]
-    drawn[0, min(4, budget) :] = -torch.inf  # the first request's tree is shallow ...
-    drawn[0, :, :, 1:] = -torch.inf  # ... and a chain, so that padding follows if the budget exceeds it
-    return grow_trees(drawn, budget)
+    """Different trees, some narrow and deep; of several requests the first has a chain of 3, then padding."""
+    sharpness_B111 = 0.3 + 3 * torch.rand(batch, 1, 1, 1, generator=generator)
+    scores = torch.rand(batch, SLOTS, 4, 4, generator=generator).log() * sharpness_B111
+    scores[..., 0] /= 8  # a likely first candidate makes deep trees
+    if batch > 1:
+        scores[0, 3:] = -torch.inf
+        scores[0, :, :, 1:] = -torch.inf
+    return grow_trees(scores, budget)
 
 
-def draw_rows(generator: torch.Generator, leading: tuple[int, ...], case: Case, dtype: torch.dtype) -> GdnRows:
+def draw_rows(
+    generator: torch.Generator, leading: tuple[int, ...], case: Case, dtype: torch.dtype
+) -> GdnRows:
     """Keys of a common direction, so that tokens correct one another; decays from none to nearly all."""
     common = torch.randn(case.key_heads, case.key_dim, generator=generator)
 
@@ -89,6 +103,10 @@ def draw_rows(generator: torch.Generator, leading: tuple[int, ...], case: Case, 
         beta=draw(case.heads).sigmoid(),
     )
     return rows.each(lambda x: x.to(dtype))
+
+
+def cut(rows: GdnRows, first: int, end: int) -> GdnRows:
+    return rows.each(lambda x: x[first:end])
 
 
 def draw_state(generator: torch.Generator, case: Case, dtype: torch.dtype, batch: int) -> torch.Tensor:
@@ -318,7 +336,9 @@ def test_nothing_is_read_back_to_the_host():
     case = CASES[3]
     drawn = draw(case, torch.bfloat16)
     walks = walk_somewhere(drawn.trees, 0)
-    path, count, parents = (x.to("meta") for x in (walks.path_BL, walks.num_accepted_B, drawn.trees.parents_BN))
+    path, count, parents = (
+        x.to("meta") for x in (walks.path_BL, walks.num_accepted_B, drawn.trees.parents_BN)
+    )
     state = drawn.state_BHKV.to("meta")
     rows = drawn.rows.each(lambda x: x.to("meta"))
     verified = verify_trees(rows, state, drawn.sees_BRR.to("meta"), case.scale, case.normalise)
@@ -420,14 +440,18 @@ def test_a_chains_convolution_is_torchs():
 CHAIN = Case(0, 1, 2, 4, 24, 40)
 
 
-@pytest.mark.parametrize(("tokens", "chunk"), [(1, 64), (2, 1), (63, 64), (64, 64), (65, 64), (150, 64), (37, 5)])
+@pytest.mark.parametrize(
+    ("tokens", "chunk"), [(1, 64), (2, 1), (63, 64), (64, 64), (65, 64), (150, 64), (37, 5)]
+)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, TIGHT), (torch.float32, FP32)])
 def test_a_chain_in_chunks_is_the_recurrence(tokens, chunk, dtype, bound):
     generator = torch.Generator().manual_seed(tokens)
     rows = draw_rows(generator, (tokens,), CHAIN, dtype)
     state = draw_state(generator, CHAIN, dtype, 1)[0]
     found = run_chain(rows, state, CHAIN.scale, normalise=True, chunk=chunk)
-    expected = run_chain_by_tokens(rows.each(torch.Tensor.double), state.double(), CHAIN.scale, normalise=True)
+    expected = run_chain_by_tokens(
+        rows.each(torch.Tensor.double), state.double(), CHAIN.scale, normalise=True
+    )
     assert error(found.outputs_THV, expected.outputs_THV) < bound
     assert error(found.state_HKV, expected.state_HKV) < bound
 
@@ -437,8 +461,8 @@ def test_a_chain_continued_is_the_chain_in_one():
     rows = draw_rows(generator, (90,), CHAIN, torch.float64)
     state = draw_state(generator, CHAIN, torch.float64, 1)[0]
     whole = run_chain(rows, state, CHAIN.scale, normalise=True)
-    head = run_chain(rows.each(lambda x: x[:41]), state, CHAIN.scale, normalise=True)
-    tail = run_chain(rows.each(lambda x: x[41:]), head.state_HKV, CHAIN.scale, normalise=True)
+    head = run_chain(cut(rows, 0, 41), state, CHAIN.scale, normalise=True)
+    tail = run_chain(cut(rows, 41, 90), head.state_HKV, CHAIN.scale, normalise=True)
     assert error(torch.cat([head.outputs_THV, tail.outputs_THV]), whole.outputs_THV) < TIGHT
     assert error(tail.state_HKV, whole.state_HKV) < TIGHT
 
@@ -462,23 +486,18 @@ def test_a_chain_is_what_transformers_computes(run, normalise):
 
 
 def test_gates_heads_scale_and_state_layout_are_those_of_vllms_cpu_kernel():
+    """To bf16: the kernel rounds on the way."""
     case = Case(0, 1, 2, 4, 64, 64)
     generator = torch.Generator().manual_seed(2)
     rows = draw_rows(generator, (3,), case, torch.bfloat16)
-    a, b = (torch.randn(3, case.heads, generator=generator).bfloat16() for _ in range(2))
-    a_log = torch.randn(case.heads, generator=generator)
-    dt_bias = torch.randn(case.heads, generator=generator).bfloat16()  # a weight of the checkpoint, A_log is fp32
+    a, b = torch.randn(2, 3, case.heads, generator=generator).bfloat16()
+    a_log, dt_bias = torch.randn(2, case.heads, generator=generator)
+    dt_bias = dt_bias.bfloat16()
     gates = compute_gates(a, b, a_log, dt_bias)
+    gated = replace(rows, log_decay=gates.log_decay, beta=gates.beta)
     cache = draw_state(generator, case, torch.float32, 3)
-    found = [
-        run_chain(
-            GdnRows(rows.query, rows.key, rows.value, gates.log_decay, gates.beta).each(lambda x: x[i : i + 1]),  # noqa: B023
-            cache[i],
-            case.scale,
-            normalise=True,
-        )
-        for i in range(3)
-    ]
+    one_token_each = [(cut(gated, request, request + 1), cache[request]) for request in range(3)]
+    found = [run_chain(token, state, case.scale, normalise=True) for token, state in one_token_each]
     outputs = _custom_ops.fused_sigmoid_gating_delta_rule_update_cpu(
         A_log=a_log,
         dt_bias=dt_bias,
@@ -487,10 +506,10 @@ def test_gates_heads_scale_and_state_layout_are_those_of_vllms_cpu_kernel():
         v=rows.value[None],
         a=a,
         b=b,
-        initial_state_source=cache,
+        initial_state_source=cache,  # written in place
         initial_state_indices=torch.arange(3, dtype=torch.int32),
         cu_seqlens=torch.arange(4, dtype=torch.int32),
         use_qk_l2norm_in_kernel=True,
     )
-    assert error(torch.cat([one.outputs_THV for one in found]), outputs.reshape(3, case.heads, -1)) < 2**-7
-    assert error(torch.stack([one.state_HKV for one in found]), cache) < 1e-5  # written in place
+    assert error(torch.stack([one.outputs_THV for one in found]).view_as(outputs), outputs) < BF16
+    assert error(torch.stack([one.state_HKV for one in found]), cache) < BF16
