@@ -15,7 +15,7 @@ Pure: no clock, no file, no torch.  `eval/measure.py` calls it.
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from recipes.errors import UserError
@@ -58,6 +58,17 @@ def count_acceptance(requests: Sequence[Sequence[int]], counters: SpecCounters |
     if _is_coalesced(requests, counters):
         return _count_engine(requests, counters)
     return _count_chunks(requests, counters)
+
+
+def cut_to_depth(counters: SpecCounters, depth: int) -> SpecCounters:
+    """Counters of draft trees whose paths hold at most `depth` drafts, with no position beyond it.
+
+    The engine knows a position for each node of a tree, but counts along the accepted path: the k-th position
+    is depth k, and those beyond `depth` stay empty.
+    """
+    beyond = counters.accepted_per_position[depth:]
+    assert not any(beyond), f"drafts were accepted beyond depth {depth}: {counters}"
+    return replace(counters, accepted_per_position=counters.accepted_per_position[:depth])
 
 
 def repeated_ngram_share(responses: Iterable[Sequence[int]], n: int = 8) -> float:

@@ -8,13 +8,16 @@ from eval.job import Job
 from eval.lossless import NEAR_TIE_NATS, Divergence, find_divergences
 from eval.report import (
     AtTemperature,
+    Decoding,
     DivergencePart,
     DrafterPart,
     EnginePart,
+    GreedyPart,
     LosslessPart,
     Report,
     Settings,
     TargetPart,
+    TreeDecoding,
 )
 from eval.served import Pass, Server
 from recipes.manifest import identify_target, provenance
@@ -28,7 +31,7 @@ _RUNNER_LINE = "Using V2 Model Runner"  # vLLM 0.32's workers log it, and nothin
 class PlainRun:
     """The plain server's passes, one per temperature, and its greedy completions with log-probabilities."""
 
-    passes: list[Pass]
+    passes: list[Pass[Decoding]]
     reference: list[Completion] | None
     """None where temperature 0 is not measured."""
 
@@ -38,25 +41,38 @@ class ChainRun:
     """The drafting server and its passes, one per temperature."""
 
     server: Server
-    passes: list[Pass]
+    passes: list[Pass[Decoding]]
+
+
+@dataclass(frozen=True)
+class TreeRun:
+    """The passes of the server that drafts trees, one per temperature."""
+
+    passes: list[Pass[TreeDecoding]]
 
 
 def log_path(job: Job, name: str) -> Path:
-    """Where the server `name` (plain or chain) of this job writes."""
+    """Where the server `name` (plain, chain or tree) of this job writes."""
     return job.out.parent / "logs" / f"measure-{name}.log"
 
 
-def compose_report(job: Job, plain: PlainRun | None, chain: ChainRun, seconds: Mapping[str, float]) -> Report:
-    """`plain` is None where only a URL was given; passes are in the order of the job's temperatures."""
-    first, *others = _pair_passes(job, plain, chain)
+def compose_report(
+    job: Job, plain: PlainRun | None, chain: ChainRun, tree: TreeRun | None, seconds: Mapping[str, float]
+) -> Report:
+    """`plain` is None where only a URL was given, `tree` where no trees were asked for.
+
+    Passes are in the order of the job's temperatures.
+    """
+    first, *others = _join_passes(job, plain, chain, tree)
     return Report(
         target=_describe_target(job, chain.server),
         drafter=DrafterPart(checkpoint=str(job.plan.ckpt) if job.plan else None, step=job.step),
         engine=_describe_engine(job, chain.server),
-        settings=_describe_settings(job, chain.server),
+        settings=_describe_settings(job, chain.server, tree),
         plain=first.plain,
         chain=first.chain,
-        lossless=_compare_greedy(job, plain, chain),
+        tree=first.tree,
+        lossless=_compare_greedy(job, plain, chain, tree),
         seconds=dict(seconds),
         other_temperatures=others,
         recipe=job.recipe.model_dump(mode="json") if job.recipe else None,
@@ -64,10 +80,18 @@ def compose_report(job: Job, plain: PlainRun | None, chain: ChainRun, seconds: M
     )
 
 
-def _pair_passes(job: Job, plain: PlainRun | None, chain: ChainRun) -> list[AtTemperature]:
-    plains = [None] * len(chain.passes) if plain is None else [one.decoding for one in plain.passes]
-    triples = zip(job.settings.temperatures, plains, chain.passes, strict=True)
-    return [AtTemperature(temperature=t, plain=one, chain=other.decoding) for t, one, other in triples]
+def _join_passes(
+    job: Job, plain: PlainRun | None, chain: ChainRun, tree: TreeRun | None
+) -> list[AtTemperature]:
+    return [
+        AtTemperature(
+            temperature=temperature,
+            plain=plain.passes[index].decoding if plain else None,
+            chain=chain.passes[index].decoding,
+            tree=tree.passes[index].decoding if tree else None,
+        )
+        for index, temperature in enumerate(job.settings.temperatures)
+    ]
 
 
 def _describe_target(job: Job, server: Server) -> TargetPart:
@@ -88,7 +112,7 @@ def _describe_engine(job: Job, server: Server) -> EnginePart:
     )
 
 
-def _describe_settings(job: Job, server: Server) -> Settings:
+def _describe_settings(job: Job, server: Server, tree: TreeRun | None) -> Settings:
     return Settings(
         suite=job.settings.suite,
         n_prompts=len(job.prompts),
@@ -97,22 +121,34 @@ def _describe_settings(job: Job, server: Server) -> Settings:
         concurrency=job.settings.concurrency,
         seed=job.settings.seed,
         block_size=server.num_drafts + 1,
-        budget=None,
+        budget=job.settings.tree_budget if tree else None,
     )
 
 
-def _compare_greedy(job: Job, plain: PlainRun | None, chain: ChainRun) -> LosslessPart | None:
+def _compare_greedy(
+    job: Job, plain: PlainRun | None, chain: ChainRun, tree: TreeRun | None
+) -> LosslessPart | None:
     if plain is None or plain.reference is None or job.plan is None:
         return None
-    greedy = chain.passes[job.settings.temperatures.index(0.0)]
-    bound = NEAR_TIE_NATS[job.plan.target.dtype]
-    found = find_divergences(plain.reference, greedy.completions, bound)
+    greedy, bound = job.settings.temperatures.index(0.0), NEAR_TIE_NATS[job.plan.target.dtype]
+    of_chain = _compare(job, plain.reference, chain.passes[greedy].completions, bound)
+    of_tree = _compare(job, plain.reference, tree.passes[greedy].completions, bound) if tree else None
     return LosslessPart(
-        lossless=all(each.is_near_tie for each in found),
+        **dict(of_chain),
+        lossless=all(part.has_only_near_ties for part in (of_chain, of_tree) if part),
         n_prompts=len(job.prompts),
+        near_tie_nats=bound,
+        tree=of_tree,
+    )
+
+
+def _compare(
+    job: Job, plain: list[Completion], drafted: list[Completion], near_tie_nats: float
+) -> GreedyPart:
+    found = find_divergences(plain, drafted, near_tie_nats)
+    return GreedyPart(
         n_diverging=len(found),
         n_near_ties=sum(each.is_near_tie for each in found),
-        near_tie_nats=bound,
         divergences=[_name_prompt(job, each) for each in found],
     )
 

@@ -12,10 +12,15 @@ from eval.report import Report
 
 
 def curve_points(report: Report, simulated: float | None) -> dict[str, float]:
-    """Tag -> value, at the report's own temperature; `simulated` is training's acceptance length."""
+    """Tag -> value, at the report's own temperature; `simulated` is training's acceptance length.
+
+    Depths and gap are the chain's.
+    """
     points = {"accept_real/chain": report.chain.acceptance_length}
     for depth, share in enumerate(report.chain.accepted_by_depth, start=1):
         points[f"accept_real/depth_{depth}"] = share
+    if report.tree is not None:
+        points["accept_real/tree"] = report.tree.acceptance_length
     if simulated is not None:
         points["accept_gap"] = simulated - report.chain.acceptance_length
     points["time/measure_s"] = sum(report.seconds.values())

@@ -51,6 +51,8 @@ def make_job(options: Options) -> Job:
     """Raises UserError for whatever cannot be measured."""
     if (options.url is None) == (options.ckpt is None):
         raise UserError("give either --ckpt, the checkpoint to measure, or --url, the server to measure")
+    if options.url is not None and options.overrides.get("tree_budget"):
+        raise UserError("--tree-budget needs --ckpt: a server at --url is measured with whatever it drafts")
     _require_writable(options.out)
     manifest = _read_manifest(options.ckpt) if options.ckpt else None
     recipe = _choose_recipe(options.recipe, manifest)

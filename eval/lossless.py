@@ -1,4 +1,4 @@
-"""Whether the chain says what plain decoding says at temperature 0, and by how little it differs where not.
+"""Whether drafted text is what plain decoding says at temperature 0, and by how little it differs where not.
 
 Pure: compares token ids and the plain run's own top log-probabilities.  `eval/measure.py` calls it.
 """
@@ -29,21 +29,21 @@ class Divergence:
 
     prompt: int  # index
     position: int  # in the response
-    gap: Gap  # nats by which the plain run preferred its own token to the chain's
+    gap: Gap  # nats by which the plain run preferred its own token to the drafted run's
     is_near_tie: bool
 
 
 def find_divergences(
-    plain: Sequence[Completion], chain: Sequence[Completion], near_tie_nats: float
+    plain: Sequence[Completion], drafted: Sequence[Completion], near_tie_nats: float
 ) -> list[Divergence]:
     """One Divergence per prompt whose completions differ; `plain` must bear its top log-probabilities.
 
-    A divergence is a near-tie when its gap is at most `near_tie_nats`; "outside the top k" (the chain's
-    token is not among the recorded ones) and "ended early" (one completion merely stops) never are.
+    A divergence is a near-tie when its gap is at most `near_tie_nats`; "outside the top k" (the drafted
+    run's token is not among the recorded ones) and "ended early" (one completion merely stops) never are.
     """
-    assert len(plain) == len(chain), f"{len(plain)} plain completions, {len(chain)} of the chain"
+    assert len(plain) == len(drafted), f"{len(plain)} plain completions, {len(drafted)} drafted"
     found = []
-    for prompt, (one, other) in enumerate(zip(plain, chain, strict=True)):
+    for prompt, (one, other) in enumerate(zip(plain, drafted, strict=True)):
         if one.token_ids != other.token_ids:
             position = _first_difference(one.token_ids, other.token_ids)
             gap = _gap(one, other, position)
@@ -57,11 +57,11 @@ def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
     return next((position for position, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _gap(plain: Completion, chain: Completion, position: int) -> Gap:
-    if position in (len(plain.token_ids), len(chain.token_ids)):
+def _gap(plain: Completion, drafted: Completion, position: int) -> Gap:
+    if position in (len(plain.token_ids), len(drafted.token_ids)):
         return "ended early"
     assert plain.top_logprobs is not None, "the plain run was made without log-probabilities"
     logprobs = plain.top_logprobs[position]
-    if chain.token_ids[position] not in logprobs:
+    if drafted.token_ids[position] not in logprobs:
         return "outside the top k"
-    return logprobs[plain.token_ids[position]] - logprobs[chain.token_ids[position]]
+    return logprobs[plain.token_ids[position]] - logprobs[drafted.token_ids[position]]

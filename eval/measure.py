@@ -2,12 +2,14 @@
 
     python eval/measure.py (--ckpt CKPT | --url U) --suite S --out report.json [--recipe R] [options]
 
---ckpt starts the plain server and then the chain's, and gives both the same prompts and seeds; --url
-measures whatever drafts there.  Ends with report.json, a table, and points for TensorBoard if asked.
+--ckpt starts the plain server, then the chain's and, where a tree budget is given, that of draft trees, and
+gives all the same prompts and seeds; --url measures whatever drafts there, as a chain.  Ends with
+report.json, a table, and points for TensorBoard if asked.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,12 +17,21 @@ import typer
 from rich.console import Console
 from typer import Option
 
-from eval.compose import ChainRun, PlainRun, compose_report, log_path
+from eval.compose import ChainRun, PlainRun, TreeRun, compose_report, log_path
 from eval.curves import curve_points, write_curves
 from eval.job import Job, Options, make_job
 from eval.progress import Phases, show_phases
 from eval.report import Report, write_report
-from eval.served import Pass, identify_server, run_pass, run_reference, warm_up
+from eval.served import (
+    DecodingT,
+    OnDone,
+    Pass,
+    identify_server,
+    run_pass,
+    run_reference,
+    run_tree_pass,
+    warm_up,
+)
 from eval.table import print_report
 from recipes.errors import UserError, run_command
 from serve.engine import PLAIN_BUDGET
@@ -31,14 +42,15 @@ from serve.server import serving
 def main(  # noqa: PLR0913, PLR0917 - a command line's options
     out: Annotated[Path, Option(help="Where report.json goes.")],
     url: Annotated[str | None, Option(help="A running server, as http://127.0.0.1:8000.")] = None,
-    ckpt: Annotated[Path | None, Option(help="The drafter's checkpoint folder; serves it twice.")] = None,
+    ckpt: Annotated[Path | None, Option(help="The drafter's checkpoint folder, served for this.")] = None,
     recipe: Annotated[Path | None, Option(help="Target, engine and eval settings of this recipe.")] = None,
-    suite: Annotated[str | None, Option(help="Held-out prompts; this and the next five: eval.*.")] = None,
+    suite: Annotated[str | None, Option(help="Held-out prompts; this and the next six: eval.*.")] = None,
     num_prompts: Annotated[int | None, Option(help="How many prompts of the suite.")] = None,
     max_tokens: Annotated[int | None, Option(help="Longest response.")] = None,
     temperature: Annotated[list[float] | None, Option(help="May be repeated; the first leads.")] = None,
     concurrency: Annotated[int | None, Option(help="Requests at a time.")] = None,
     seed: Annotated[int | None, Option(help="Of the first prompt; the next has one more.")] = None,
+    tree_budget: Annotated[int | None, Option(help="Nodes of draft trees to measure too; 0: none.")] = None,
     tensorboard: Annotated[Path | None, Option(help="Add points to the curves in this folder.")] = None,
     step: Annotated[int | None, Option(help="Their step; left out: the checkpoint's.")] = None,
     simulated: Annotated[float | None, Option(help="Training's acceptance length, for accept_gap.")] = None,
@@ -51,6 +63,7 @@ def main(  # noqa: PLR0913, PLR0917 - a command line's options
         "temperatures": temperature,
         "concurrency": concurrency,
         "seed": seed,
+        "tree_budget": tree_budget,
     }
     job = make_job(Options(url, ckpt, recipe, out, overrides, tensorboard, step, simulated))
     report = measure(job)
@@ -64,22 +77,26 @@ def main(  # noqa: PLR0913, PLR0917 - a command line's options
 
 def measure(job: Job) -> Report:
     """Runs every pass; writes nothing but the servers' logs."""
+    plain = tree = None
     with show_phases() as phases:
         if job.plan is None:
             assert job.url is not None, "a job has a URL or a plan"
-            plain, chain = None, run_chain(job, phases, job.url)
+            chain = run_chain(job, phases, job.url)
         else:
-            with start_server(job, phases, job.plan, "plain") as url:
+            with start_server(job, phases, job.plan, "plain", PLAIN_BUDGET) as url:
                 plain = run_plain(job, phases, url)
-            with start_server(job, phases, job.plan, "chain") as url:
+            with start_server(job, phases, job.plan, "chain", None) as url:
                 chain = run_chain(job, phases, url)
-    return compose_report(job, plain, chain, phases.seconds)
+            if job.settings.tree_budget:
+                with start_server(job, phases, job.plan, "tree", job.settings.tree_budget) as url:
+                    tree = run_tree(job, phases, url, depth=chain.server.num_drafts)
+    return compose_report(job, plain, chain, tree, phases.seconds)
 
 
 @contextmanager
-def start_server(job: Job, phases: Phases, plan: Plan, name: str) -> Iterator[str]:
-    """The plain or the chain's server, its start a phase of its own."""
-    ckpt, budget = (None, PLAIN_BUDGET) if name == "plain" else (plan.ckpt, None)
+def start_server(job: Job, phases: Phases, plan: Plan, name: str, budget: int | None) -> Iterator[str]:
+    """The server of this budget (as `serving` reads it), its start a phase of its own."""
+    ckpt = None if budget == PLAIN_BUDGET else plan.ckpt
     with ExitStack() as stack:
         with phases.phase(f"start {name}"):
             url = stack.enter_context(serving(plan.target, plan.serve, ckpt, budget, log_path(job, name)))
@@ -87,7 +104,7 @@ def start_server(job: Job, phases: Phases, plan: Plan, name: str) -> Iterator[st
 
 
 def run_plain(job: Job, phases: Phases, url: str) -> PlainRun:
-    passes = run_passes(job, phases, url, "plain")
+    passes = run_passes(job, phases, url, "plain", partial(run_pass, url, job.prompts, job.settings))
     if 0.0 not in job.settings.temperatures:
         return PlainRun(passes, reference=None)
     with phases.phase("plain, T = 0, for comparison", total=len(job.prompts)) as on_done:
@@ -100,17 +117,28 @@ def run_chain(job: Job, phases: Phases, url: str) -> ChainRun:
         raise UserError(
             f"the server at {url} decodes plainly: start it with a drafter (serve/run.py --ckpt CKPT)"
         )
-    return ChainRun(server, run_passes(job, phases, url, "chain"))
+    one_pass = partial(run_pass, url, job.prompts, job.settings)
+    return ChainRun(server, run_passes(job, phases, url, "chain", one_pass))
 
 
-def run_passes(job: Job, phases: Phases, url: str, name: str) -> list[Pass]:
+def run_tree(job: Job, phases: Phases, url: str, depth: int) -> TreeRun:
+    """`depth` is that of the drafter: the chain's drafts."""
+    found, budget = identify_server(url).num_drafts, job.settings.tree_budget
+    assert found == budget, f"asked for trees of {budget} nodes, the engine drafts {found}"
+    one_pass = partial(run_tree_pass, url, job.prompts, job.settings, depth)
+    return TreeRun(run_passes(job, phases, url, "tree", one_pass))
+
+
+def run_passes(
+    job: Job, phases: Phases, url: str, name: str, one_pass: Callable[[float, OnDone], Pass[DecodingT]]
+) -> list[Pass[DecodingT]]:
     """One Pass per temperature, in the settings' order."""
     with phases.phase(f"warm up {name}"):
         warm_up(url)
     passes = []
     for temperature in job.settings.temperatures:
         with phases.phase(f"{name}, T = {temperature:g}", total=len(job.prompts)) as on_done:
-            passes.append(run_pass(url, job.prompts, job.settings, temperature, on_done))
+            passes.append(one_pass(temperature, on_done))
     return passes
 
 

@@ -52,7 +52,7 @@ class Settings(Part):
     block_size: Natural
     """The anchor and the drafts of a step."""
     budget: Natural | None
-    """Tree nodes a step; None for the chain alone."""
+    """Most nodes of a draft tree; None where no trees were measured."""
 
 
 class Decoding(Part):
@@ -75,7 +75,10 @@ class Decoding(Part):
 
 
 class TreeDecoding(Decoding):
+    """Draft trees; `accepted_by_depth` has an entry for each draft of the block, not for each node."""
+
     nodes_per_step: float
+    """Drafts that the engine verified / steps: less than the budget where a tree was cut."""
 
 
 class DivergencePart(Part):
@@ -83,20 +86,31 @@ class DivergencePart(Part):
     position: Natural
     """Of the first differing token in the response."""
     gap: float | Literal["outside the top k", "ended early"]
-    """In nats, between the plain run's token and the chain's, by the plain run."""
+    """In nats, between the plain run's token and the drafted run's, by the plain run."""
     is_near_tie: bool
 
 
-class LosslessPart(Part):
-    """Greedy chain against greedy plain decoding."""
+class GreedyPart(Part):
+    """Greedy drafted text against greedy plain decoding's."""
 
-    lossless: bool
-    """Every divergence is a near-tie."""
-    n_prompts: Natural
     n_diverging: Natural
     n_near_ties: Natural
-    near_tie_nats: float
     divergences: list[DivergencePart]
+
+    @property
+    def has_only_near_ties(self) -> bool:
+        """Every divergence is a near-tie."""
+        return self.n_near_ties == self.n_diverging
+
+
+class LosslessPart(GreedyPart):
+    """The chain's divergences, and the tree's apart from them."""
+
+    lossless: bool
+    """Every divergence is a near-tie, of the chain and of the tree."""
+    n_prompts: Natural
+    near_tie_nats: float
+    tree: GreedyPart | None = None
 
 
 class AtTemperature(Part):

@@ -7,17 +7,18 @@ temperature.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import httpx
 
 from data.prompts import Prompt
-from eval.acceptance import count_acceptance, repeated_ngram_share
-from eval.report import Decoding
+from eval.acceptance import count_acceptance, cut_to_depth, repeated_ngram_share
+from eval.report import Decoding, TreeDecoding
 from recipes.errors import UserError
 from recipes.schema import Eval
 from serve.client import Completion, SamplingRequest, SpecCounters, complete_all, read_counters
 
+DecodingT = TypeVar("DecodingT", bound=Decoding)
 OnDone = Callable[[], None]  # called as each prompt is done
 TOP_LOGPROBS = 5  # a near-tie is between the first few
 WARM_UP = [{"role": "user", "content": "Count from one to nine."}]
@@ -35,11 +36,11 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Pass:
+class Pass(Generic[DecodingT]):
     """All prompts at one temperature."""
 
     completions: list[Completion]
-    decoding: Decoding
+    decoding: DecodingT
     seconds: float
 
 
@@ -70,14 +71,50 @@ def _get(url: str, path: str) -> dict[str, Any]:
 
 def run_pass(
     url: str, prompts: Sequence[Prompt], settings: Eval, temperature: float, on_done: OnDone
-) -> Pass:
-    """Completes every prompt and counts; the clock and the counters span just these requests."""
+) -> Pass[Decoding]:
+    """Completes every prompt and counts; plain decoding or the chain."""
+    clocked = _clock(url, prompts, settings, temperature, on_done)
+    # no positions: nothing drafts there
+    counters = clocked.counters if clocked.counters.accepted_per_position else None
+    decoding = _describe(clocked.completions, counters, clocked.seconds)
+    return Pass(clocked.completions, decoding, clocked.seconds)
+
+
+def run_tree_pass(
+    url: str, prompts: Sequence[Prompt], settings: Eval, depth: int, temperature: float, on_done: OnDone
+) -> Pass[TreeDecoding]:
+    """The same where draft trees are verified; `depth` is what their drafter works at, block_size - 1."""
+    clocked = _clock(url, prompts, settings, temperature, on_done)
+    counters = cut_to_depth(clocked.counters, depth)
+    decoding = _describe(clocked.completions, counters, clocked.seconds)
+    return Pass(clocked.completions, _as_tree(decoding, counters, depth), clocked.seconds)
+
+
+def _as_tree(decoding: Decoding, counters: SpecCounters, depth: int) -> TreeDecoding:
+    missing = depth - len(decoding.accepted_by_depth)  # a tree of fewer nodes reaches no deeper
+    return TreeDecoding(
+        **decoding.model_dump(exclude={"accepted_by_depth"}),
+        accepted_by_depth=decoding.accepted_by_depth + [0.0] * missing,
+        nodes_per_step=counters.draft_tokens / decoding.steps,
+    )
+
+
+@dataclass(frozen=True)
+class _Clocked:
+    completions: list[Completion]
+    counters: SpecCounters
+    seconds: float
+
+
+def _clock(
+    url: str, prompts: Sequence[Prompt], settings: Eval, temperature: float, on_done: OnDone
+) -> _Clocked:
+    """Completes every prompt; the clock and the counters span just these requests."""
     sampling = SamplingRequest(temperature, settings.max_tokens, seed=settings.seed)
     before, start = read_counters(url), time.monotonic()
     completions = _complete(url, prompts, sampling, settings, on_done)
     seconds, after = time.monotonic() - start, read_counters(url)
-    counters = after - before if after.accepted_per_position else None  # None: nothing drafts there
-    return Pass(completions, _describe(completions, counters, seconds), seconds)
+    return _Clocked(completions, after - before, seconds)
 
 
 def run_reference(url: str, prompts: Sequence[Prompt], settings: Eval, on_done: OnDone) -> list[Completion]:

@@ -1,6 +1,6 @@
 """A report as a person reads it: a table, the accepted drafts by depth as bars, and what is to be doubted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -9,11 +9,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from eval.report import AtTemperature, Decoding, LosslessPart, Report
+from eval.report import AtTemperature, Decoding, GreedyPart, LosslessPart, Report
 
 ALARM = 1.05  # an acceptance length below this is no drafting at all
-BAR_CELLS = 40
+MOST_COLUMNS = 6  # of numbers, abreast in 80 characters
+BAR_CELLS = 40  # of one bar, or of two side by side
 _EIGHTHS = " ▏▎▍▌▋▊▉"
+_BAR_STYLES = {"chain": "green", "tree": "cyan"}
 _SUSPECTS = {
     "taps": "target_layer_ids name a layer's output; off by one reads its neighbour's",
     "mask id": "one mask_token_id in training, checkpoint and engine, a row that text never uses",
@@ -25,11 +27,15 @@ _SUSPECTS = {
 
 def print_report(report: Report, console: Console) -> None:
     console.print(describe_run(report))
-    console.print(render_table(report))
+    for table in render_tables(report):
+        console.print(table)
     console.print(render_depths(report))
     console.print()
+    for line in describe_nodes(report):
+        console.print(line, highlight=False)
     if report.lossless is not None:
-        console.print(describe_lossless(report.lossless))
+        for verdict in describe_lossless(report.lossless):
+            console.print(verdict)
     for doubt in describe_doubts(report):
         console.print(f"[yellow]note:[/] {doubt}")
     if report.chain.acceptance_length < ALARM:
@@ -40,11 +46,12 @@ def describe_run(report: Report) -> Text:
     """What was measured, on what."""
     s, engine = report.settings, report.engine
     drafter = _shorten(report.drafter.checkpoint) if report.drafter.checkpoint else "as served"
+    trees = "" if s.budget is None else f", trees of {s.budget} nodes"
     where = ", ".join(filter(None, [f"vLLM {engine.vllm}", engine.runner, engine.device, engine.precision]))
     return Text.assemble(
         (f"drafter {drafter}, target {report.target.model}\n", "bold"),
         f"{s.n_prompts} prompts of {s.suite}, up to {s.max_tokens} tokens, {s.concurrency} at a time,",
-        f" {s.block_size - 1} drafts a step\n{where}",
+        f" {s.block_size - 1} drafts a step{trees}\n{where}",
     )
 
 
@@ -54,26 +61,45 @@ def _shorten(folder: str) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-def render_table(report: Report) -> Table:
-    """Rows: what was measured; columns: plain and chain at each temperature."""
+def render_tables(report: Report) -> Iterator[Table]:
+    """Rows: what was measured; columns: plain, chain and tree at each temperature, as many as fit abreast."""
     measured = report.by_temperature()
-    columns = [(at, decoding) for at in measured for decoding in (at.plain, at.chain) if decoding is not None]
+    abreast = MOST_COLUMNS // len(_ways(measured[0]))
+    for start in range(0, len(measured), abreast):
+        yield _render_table(measured[start : start + abreast])
+
+
+def _render_table(measured: list[AtTemperature]) -> Table:
+    columns = [(at, name, decoding) for at in measured for name, decoding in _ways(at).items()]
     table = Table(box=SIMPLE_HEAD)
-    table.add_column("")
-    for at, decoding in columns:
-        name = "plain" if decoding is at.plain else "chain"
-        table.add_column(f"{name}\nT = {at.temperature:g}", justify="right")
+    table.add_column("", no_wrap=True)
+    for at, name, _ in columns:
+        table.add_column(_head(at, name), justify="right")
     for label, cell in _ROWS.items():
-        if cell is _speed_up and report.plain is None:
+        if cell is _speed_up and measured[0].plain is None:
             continue
-        table.add_row(label, *(cell(at, decoding) for at, decoding in columns))
+        table.add_row(label, *(cell(at, decoding) for at, _, decoding in columns))
     return table
 
 
-def _length(at: AtTemperature, decoding: Decoding) -> str:
-    if not decoding.standard_error:
-        return f"{decoding.acceptance_length:.2f}"
-    return f"{decoding.acceptance_length:.2f} ±{decoding.standard_error:.2f}"
+def _ways(at: AtTemperature) -> dict[str, Decoding]:
+    """The ways of decoding that were measured, by name."""
+    ways = {"plain": at.plain, "chain": at.chain, "tree": at.tree}
+    return {name: decoding for name, decoding in ways.items() if decoding is not None}
+
+
+def _drafting(at: AtTemperature) -> dict[str, Decoding]:
+    return {name: decoding for name, decoding in _ways(at).items() if name != "plain"}
+
+
+def _head(at: AtTemperature, name: str) -> str:
+    return f"{name}\nT = {at.temperature:g}"
+
+
+def _error(at: AtTemperature, decoding: Decoding) -> str:
+    if decoding is at.plain:
+        return ""  # a token a step, by definition
+    return "unknown" if decoding.standard_error is None else f"±{decoding.standard_error:.2f}"
 
 
 def _mean_of_means(at: AtTemperature, decoding: Decoding) -> str:
@@ -87,7 +113,8 @@ def _speed_up(at: AtTemperature, decoding: Decoding) -> str:
 
 
 _ROWS: dict[str, Callable[[AtTemperature, Decoding], str]] = {
-    "acceptance length": _length,
+    "acceptance length": lambda at, decoding: f"{decoding.acceptance_length:.2f}",
+    "  standard error": _error,
     "  mean of requests": _mean_of_means,
     "tokens per second": lambda at, decoding: f"{decoding.tokens_per_second:.1f}",
     "  against plain": _speed_up,
@@ -98,17 +125,30 @@ _ROWS: dict[str, Callable[[AtTemperature, Decoding], str]] = {
 
 
 def render_depths(report: Report) -> Table:
-    """A bar per depth for the report's own temperature, whose column comes first; the others as numbers."""
-    measured = report.by_temperature()
-    table = Table(box=None, padding=(0, 1))
-    table.add_column("k drafts", justify="right")
-    table.add_column("share of steps that accept at least k", width=BAR_CELLS)
-    for at in measured:
-        table.add_column(f"T = {at.temperature:g}", justify="right")
-    for k, share in enumerate(report.chain.accepted_by_depth, start=1):
-        shares = [at.chain.accepted_by_depth[k - 1] for at in measured]
-        table.add_row(str(k), Text(draw_bar(share), style="green"), *(f"{each:.1%}" for each in shares))
+    """Bars at the report's own temperature, the tree's beside the chain's; the others as numbers."""
+    own, *others = report.by_temperature()
+    barred = _drafting(own)
+    numbered = [(at, name, decoding) for at in others for name, decoding in _drafting(at).items()]
+    cells = BAR_CELLS // len(barred)
+    title = "share of steps that accept at least k drafts"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("k", justify="right")
+    for name in barred:
+        table.add_column(_head(own, name), width=cells, style=_BAR_STYLES[name])
+        table.add_column(justify="right")
+    for at, name, _ in numbered:
+        table.add_column(_head(at, name), justify="right")
+    for index in range(len(own.chain.accepted_by_depth)):
+        bars = _bar_cells([decoding.accepted_by_depth[index] for decoding in barred.values()], cells)
+        shares = (f"{decoding.accepted_by_depth[index]:.1%}" for _, _, decoding in numbered)
+        table.add_row(str(index + 1), *bars, *shares)
     return table
+
+
+def _bar_cells(shares: list[float], cells: int) -> Iterator[str]:
+    for share in shares:
+        yield draw_bar(share, cells)
+        yield f"{share:.1%}"
 
 
 def draw_bar(share: float, cells: int = BAR_CELLS) -> str:
@@ -117,35 +157,54 @@ def draw_bar(share: float, cells: int = BAR_CELLS) -> str:
     return "█" * whole + _EIGHTHS[eighths].strip()
 
 
-def describe_lossless(lossless: LosslessPart) -> Text:
-    same = lossless.n_prompts - lossless.n_diverging
-    verdict = "lossless" if lossless.lossless else "NOT LOSSLESS"
-    line = f"{verdict} at T = 0: {same} of {lossless.n_prompts} responses equal plain decoding's"
-    if lossless.n_diverging:
-        line += f"; of {lossless.n_diverging} that differ, {lossless.n_near_ties} part at a near-tie"
-        line += f" (at most {lossless.near_tie_nats:g} nats; gaps: {_gaps(lossless)})"
-    return Text(line, style="green" if lossless.lossless else "bold red")
+def describe_nodes(report: Report) -> Iterator[str]:
+    """How large the trees were that the engine verified; nothing where there were none."""
+    trees = {at.temperature: at.tree.nodes_per_step for at in report.by_temperature() if at.tree}
+    if trees:
+        sizes = ", ".join(f"{nodes:.1f} at T = {temperature:g}" for temperature, nodes in trees.items())
+        yield f"nodes that a tree's step verified, of {report.settings.budget}: {sizes}"
 
 
-def _gaps(lossless: LosslessPart) -> str:
-    gaps = [each.gap for each in lossless.divergences]
+def describe_lossless(lossless: LosslessPart) -> Iterator[Text]:
+    """A verdict on the chain, and one on the tree."""
+    for name, part in {"chain": lossless, "tree": lossless.tree}.items():
+        if part is not None:
+            yield _describe_greedy(name, part, lossless)
+
+
+def _describe_greedy(name: str, part: GreedyPart, lossless: LosslessPart) -> Text:
+    same = lossless.n_prompts - part.n_diverging
+    verdict = "lossless" if part.has_only_near_ties else "NOT LOSSLESS"
+    line = f"{name} {verdict} at T = 0: {same} of {lossless.n_prompts} responses equal plain decoding's"
+    if part.n_diverging:
+        line += f"; of {part.n_diverging} that differ, {part.n_near_ties} part at a near-tie"
+        line += f" (at most {lossless.near_tie_nats:g} nats; gaps: {_gaps(part)})"
+    return Text(line, style="green" if part.has_only_near_ties else "bold red")
+
+
+def _gaps(part: GreedyPart) -> str:
+    gaps = [each.gap for each in part.divergences]
     return ", ".join(f"{gap:.3f}" if isinstance(gap, float) else gap for gap in gaps)
 
 
-def describe_doubts(report: Report) -> list[str]:
+def describe_doubts(report: Report) -> Iterator[str]:
     """What keeps a number from meaning quite what it says."""
-    doubts = []
-    for at in report.by_temperature():
-        if at.chain.coalesced:
-            doubts.append(
-                f"T = {at.temperature:g}: the server merged the chunks of several steps; steps and depths are"
-                " the engine's own counters, which do not cut the last step at the response's end"
-            )
-        if at.chain.undrafted_steps:
-            doubts.append(f"T = {at.temperature:g}: {at.chain.undrafted_steps} steps had no draft to verify")
+    drafting = {
+        f"{name} at T = {at.temperature:g}": decoding
+        for at in report.by_temperature()
+        for name, decoding in _drafting(at).items()
+    }
+    merged = [where for where, decoding in drafting.items() if decoding.coalesced]
+    if merged:
+        yield (
+            f"{', '.join(merged)}: the server merged the chunks of several steps; steps and depths are"
+            " the engine's own counters, which do not cut the last step at the response's end"
+        )
+    for where, decoding in drafting.items():
+        if decoding.undrafted_steps:
+            yield f"{where}: {decoding.undrafted_steps} steps had no draft to verify"
     if report.engine.device == "cpu":
-        doubts.append("speed on a CPU, where Triton's kernels are interpreted, says nothing about a GPU")
-    return doubts
+        yield "speed on a CPU, where Triton's kernels are interpreted, says nothing about a GPU"
 
 
 def render_alarm(report: Report) -> Panel:

@@ -175,6 +175,8 @@ class Eval(Section):
     """The first is what the report and TensorBoard show; the others are printed beside it."""
     concurrency: Positive = 8
     seed: int = 0
+    tree_budget: Annotated[int, Field(ge=0, le=63)] = 0
+    """Nodes of the draft trees that are measured too; 0: none."""
 
 
 class Recipe(Section):

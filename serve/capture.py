@@ -1,6 +1,6 @@
 """The capture sink: the target's tap states of every request, row by row, spooled to one file per request.
 
-The runner (serve/seam.py) feeds it after every step; the driver (serve/generation.py) starts it, reads the
+The runner (serve/seam/) feeds it after every step; the driver (serve/generation.py) starts it, reads the
 files and cuts them to the text that was returned.  A request is captured from its first token or not at all.
 Shapes: T=tokens of the step  R=requests of the step  H=hidden size  W=taps x H
 """

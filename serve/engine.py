@@ -25,8 +25,10 @@ _RANK_PREFIXES = ("CROSS_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "DS_")
 # The recipe is the only home of these.
 _OVERRIDING_VARIABLES = frozenset({"VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MULTIPROCESSING"})
 PLAIN_BUDGET = 0
+MOST_NODES = 63
+"""Of a tree: its rows, the committed token's with them, fit the bits of a word."""
 SECTION = "draftsmith"
-"""What is asked of our plugin (serve/seam.py), in vLLM's additional_config."""
+"""What is asked of our plugin (serve/seam/), in vLLM's additional_config."""
 
 
 def is_cuda() -> bool:
@@ -78,12 +80,16 @@ def _has_flashinfer() -> bool:
 def engine_arguments(target: Target, serve: Serve, ckpt: Path | None, budget: int | None) -> dict[str, Any]:
     """Keyword arguments of vLLM's EngineArgs (and of LLM).
 
-    `budget` None drafts the stock DFlash chain with the checkpoint, PLAIN_BUDGET decodes without a drafter.
+    `budget` None drafts the stock DFlash chain with the checkpoint, PLAIN_BUDGET decodes without a drafter,
+    and any other number drafts trees of so many nodes.
     """
     check_budget(budget)
     arguments = _target_arguments(target) | _capacity_arguments(serve) | _device_arguments(serve)
     if ckpt is not None and budget != PLAIN_BUDGET:
-        arguments["speculative_config"] = _chain_config(ckpt)
+        arguments["speculative_config"], options = _drafting(ckpt, budget)
+        if options:
+            arguments["additional_config"].setdefault(SECTION, {}).update(options)
+            arguments["enforce_eager"] = True  # vLLM's compiler cannot look into plain torch's loops
     return arguments
 
 
@@ -94,11 +100,16 @@ def make_stock(arguments: dict[str, Any], environment: dict[str, str]) -> None:
 
 
 def check_budget(budget: int | None) -> None:
-    """Raises UserError for a budget that this version does not serve."""
-    if budget not in (None, PLAIN_BUDGET):
+    """Raises UserError for a budget that is not served."""
+    if budget is not None and not PLAIN_BUDGET <= budget <= MOST_NODES:
         raise UserError(
-            f"budget {budget}: draft trees are not in this version; leave --budget out for the chain,"
-            f" or write --budget {PLAIN_BUDGET} for plain decoding"
+            f"budget {budget}: expected 1 to {MOST_NODES} for trees, or {PLAIN_BUDGET} for plain decoding;"
+            " leave it out for the chain"
+        )
+    if budget and is_cuda():
+        raise UserError(
+            f"budget {budget}: draft trees run on vLLM's CPU build alone in this version;"
+            " leave it out for the chain"
         )
 
 
@@ -127,13 +138,15 @@ def _device_arguments(serve: Serve) -> dict[str, Any]:
     if is_cuda():
         kernels = {} if _has_flashinfer() else {"gdn_prefill_backend": "triton"}
         return {"gpu_memory_utilization": serve.gpu_memory_utilization, "additional_config": kernels}
-    # the section of serve/seam.py: bit-equal stand-ins for the kernels that crawl in Triton's interpreter
+    # the section of serve/seam/: bit-equal stand-ins for the kernels that crawl in Triton's interpreter
     return {
         "kv_cache_memory_bytes": int(serve.kv_cache_gib * 2**30),
         "additional_config": {SECTION: {}},
     }
 
 
-def _chain_config(ckpt: Path) -> Mapping[str, Any]:
-    config = parse_config(read_drafter_config(ckpt), str(ckpt))
-    return {"method": "dflash", "model": str(ckpt), "num_speculative_tokens": config.block_size - 1}
+def _drafting(ckpt: Path, budget: int | None) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """vLLM's speculative_config, and what our plugin is asked for."""
+    num_slots = parse_config(read_drafter_config(ckpt), str(ckpt)).block_size - 1
+    speculative = {"method": "dflash", "model": str(ckpt), "num_speculative_tokens": budget or num_slots}
+    return speculative, {"tree": {"num_slots": num_slots}} if budget else {}

@@ -1,6 +1,6 @@
 """The evaluation server: vLLM's OpenAI API for a target, drafted for by a checkpoint.
 
-    python serve/run.py --ckpt CKPT [--recipe R | --target MODEL] [--budget 0] [--stock] [--port P] [--check]
+    python serve/run.py --ckpt CKPT [--recipe R | --target MODEL] [--budget N] [--stock] [--port P] [--check]
 
 Only reads aloud; vllm is imported once the environment is right.
 """
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from recipes.errors import run_command
+from recipes.errors import UserError, run_command
 from serve.engine import child_environment, engine_arguments, make_stock
 from serve.lifetime import follow_parent
 from serve.plan import Request, make_plan
@@ -26,7 +26,9 @@ def main(  # noqa: PLR0913, PLR0917 - one per option
     ckpt: Annotated[Path | None, typer.Option(help="The drafter's checkpoint folder.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="Target and engine settings of this recipe.")] = None,
     target: Annotated[str | None, typer.Option(help="The target: a folder or a hub name.")] = None,
-    budget: Annotated[int | None, typer.Option(help="0 decodes plainly; left out: the DFlash chain.")] = None,
+    budget: Annotated[
+        int | None, typer.Option(help="Nodes of a draft tree; 0: plain; left out: the DFlash chain.")
+    ] = None,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on.")] = 8000,
     stock: Annotated[bool, typer.Option("--stock", help="Nothing of ours in the engine.")] = False,
@@ -39,6 +41,8 @@ def main(  # noqa: PLR0913, PLR0917 - one per option
         follow_parent(parent)
     if not check:
         require_free_port(host, port)
+    if stock and budget:
+        raise UserError("--stock has no trees: give --budget or --stock")
     plan = make_plan(Request(ckpt, recipe, target, settings, budget))
     if check:
         show_verdict(plan)

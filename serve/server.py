@@ -41,8 +41,9 @@ def serving(
 ) -> Iterator[str]:
     """Yields the server's URL once it is healthy.
 
-    `budget` None drafts the chain with `ckpt`, 0 decodes plainly.  Raises MachineError with the log's tail if
-    the server dies before it is healthy, and UserError when it found a mistake.
+    `budget` None drafts the chain with `ckpt`, 0 decodes plainly, more are the nodes of a tree.  Raises
+    MachineError with the log's tail if the server dies before it is healthy, and UserError when it found a
+    mistake.
     """
     port = find_free_port()
     url = f"http://127.0.0.1:{port}"

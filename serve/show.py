@@ -36,12 +36,15 @@ def _drafting_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         return
     yield "drafter", str(plan.ckpt)
     yield from _shape_rows(plan.drafter)
-    drafts = plan.drafter.block_size - 1
-    plain = plan.budget == PLAIN_BUDGET
-    yield (
-        "budget",
-        "0: plain decoding, drafter unused" if plain else f"the DFlash chain, {drafts} drafts a step",
-    )
+    yield "budget", _describe_budget(plan.budget, plan.drafter.block_size - 1)
+
+
+def _describe_budget(budget: int | None, num_slots: int) -> str:
+    if budget is None:
+        return f"the DFlash chain, {num_slots} drafts a step"
+    if budget == PLAIN_BUDGET:
+        return "0: plain decoding, drafter unused"
+    return f"trees of {budget} nodes, {min(budget, num_slots)} deep at most"
 
 
 def _shape_rows(drafter: DrafterSummary) -> Iterator[tuple[str, str]]:

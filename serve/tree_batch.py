@@ -17,15 +17,21 @@ from serve.tree import ROOT
 
 
 @dataclass(frozen=True)
-class TreeBatch:
-    """As `serve.tree.Tree`; from num_nodes_B on comes padding: parent ROOT, depth 0, candidate 0."""
+class Topology:
+    """Who hangs on whom; from num_nodes_B on comes padding: parent ROOT, depth 0."""
 
     parents_BN: torch.Tensor
     depths_BN: torch.Tensor
+    num_nodes_B: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TreeBatch(Topology):
+    """As `serve.tree.Tree`; padding has candidate 0."""
+
     candidates_BN: torch.Tensor
     scores_BN: torch.Tensor
     """fp32, -inf for padding."""
-    num_nodes_B: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,7 @@ def see_ancestors(parents_BN: torch.Tensor, num_slots: int) -> torch.Tensor:
 
 
 def follow_trees(
-    trees: TreeBatch, node_tokens_BN: torch.Tensor, target_tokens_BR: torch.Tensor, num_slots: int
+    trees: Topology, node_tokens_BN: torch.Tensor, target_tokens_BR: torch.Tensor, num_slots: int
 ) -> WalkBatch:
     """Descends in every tree as `serve.tree.follow_tree` does."""
     is_node_BN = _counting_like(trees.parents_BN) < trees.num_nodes_B[:, None]

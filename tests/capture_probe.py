@@ -17,7 +17,7 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERR
 import torch
 from vllm import LLM, SamplingParams
 
-import serve.seam
+import serve.seam.capturing
 from serve.capture import CaptureSink, StepTaps, capture_options, read_spooled
 from tests.drafters import EMBEDDED_TARGET, tiny_recipe
 
@@ -36,7 +36,7 @@ class CountingSink(CaptureSink):
 
 
 def main(drafter: str, out: str) -> None:
-    serve.seam.CaptureSink = CountingSink
+    serve.seam.capturing.CaptureSink = CountingSink
     llm = LLM(
         model=str(EMBEDDED_TARGET),
         dtype="bfloat16",

@@ -20,7 +20,7 @@ import vllm.v1.worker.cpu_worker  # noqa: F401  (patches what the kernels' modul
 
 from serve.cpu_kernels import STAND_INS, batch, drafting, sampling
 from serve.cpu_kernels.launch import HostKernel, StandIn, install
-from serve.seam_checks import SeamError
+from serve.seam.checks import SeamError
 
 SLOTS = 11  # of the persistent state
 MAX_LEN = 40

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.acceptance import count_acceptance, repeated_ngram_share
+from eval.acceptance import count_acceptance, cut_to_depth, repeated_ngram_share
 from recipes.errors import UserError
 from serve.client import SpecCounters
 
@@ -133,6 +133,28 @@ def test_the_standard_error_is_between_requests():
     assert count_acceptance(equal, counters_of(equal)).standard_error == 0.0
     assert count_acceptance(unequal, counters_of(unequal)).standard_error == pytest.approx(2.0)
     assert count_acceptance([[1, 2]], counters_of([[1, 2]])).standard_error is None
+
+
+@given(requests_of_chunks, st.integers(NUM_DRAFTS, 63))
+def test_a_trees_path_counts_as_a_chains_however_many_nodes_hang_beside_it(requests, num_nodes):
+    tree = cut_to_depth(counters_of(requests, num_drafts=num_nodes), NUM_DRAFTS)
+    assert count_acceptance(requests, tree) == count_acceptance(requests, counters_of(requests))
+
+
+def test_a_chunk_longer_than_a_trees_path_is_merged_even_where_its_nodes_would_suffice():
+    counters = SpecCounters(2, 30, 8, (2, 1, 1, 1, 1, 1, 1, *[0] * 8))
+    assert count_acceptance([[1, 9, 1]], cut_to_depth(counters, NUM_DRAFTS)).coalesced
+    assert not count_acceptance([[1, 9, 1]], counters).coalesced
+
+
+def test_no_step_accepts_more_than_the_drafters_depth():
+    with pytest.raises(AssertionError, match="beyond depth 3"):
+        cut_to_depth(counters_of([[1, 5]], num_drafts=15), 3)
+
+
+def test_a_tree_of_fewer_nodes_than_the_depth_keeps_its_positions():
+    counters = counters_of([[1, 3]], num_drafts=3)
+    assert cut_to_depth(counters, NUM_DRAFTS) == counters
 
 
 @pytest.mark.parametrize(

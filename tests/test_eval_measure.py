@@ -5,7 +5,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,11 +20,13 @@ from eval.job import Options, make_job
 from eval.report import Report
 from recipes.errors import UserError
 from recipes.load import write_resolved
+from serve.engine import MOST_NODES, check_budget
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SCRIPT = REPOSITORY / "eval" / "measure.py"
 NUM_PROMPTS = 3
 STEPS = [[1, 8, 3, 2], [1, 4, 4], [1, 1, 1, 6]]  # chunk sizes of the chain's answers
+TREE_STEPS = [[1, 8, 5], [1, 8], [1, 3, 5]]  # of the tree's: the same tokens
 
 
 def write_prompts(path, words):
@@ -57,6 +62,13 @@ def options(tmp_path, **changes):
     return Options(**(given | changes))
 
 
+def checkpoint_job(tmp_path, suite, recipe, **changes):
+    """What --ckpt measures: the three prompts and, unless `changes` say so, no trees."""
+    ckpt = write_random_drafter(tmp_path / "checkpoint-5")
+    overrides = {"suite": str(suite), "num_prompts": NUM_PROMPTS, "tree_budget": 0} | changes
+    return make_job(options(tmp_path, ckpt=ckpt, recipe=recipe, overrides=overrides))
+
+
 def run_script(*arguments, timeout=120):
     command = [sys.executable, str(SCRIPT), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
@@ -64,6 +76,14 @@ def run_script(*arguments, timeout=120):
 
 def chain_stub(**changes):
     return Stub([Answer(tokens_in_chunks(sizes)) for sizes in STEPS], num_drafts=7, **changes)
+
+
+def tree_stub(num_nodes, odd_token=None):
+    """Says what the chain says, but for the last prompt's last token where an odd one is given."""
+    answers = [tokens_in_chunks(sizes) for sizes in TREE_STEPS]
+    if odd_token is not None:
+        answers[-1][-1][-1] = odd_token
+    return Stub([Answer(chunks) for chunks in answers], num_nodes)
 
 
 def plain_stub():
@@ -76,21 +96,30 @@ def plain_stub():
     return Stub(answers, num_drafts=0)
 
 
-@pytest.fixture
-def stub_servers(monkeypatch):
-    """Stub engines in the place of `serve.server.serving`."""
-    started = []
+@dataclass
+class StubServers:
+    """Stub engines in the place of `serve.server.serving`, and how they were started."""
+
+    make_tree: Callable[[int], Stub] = tree_stub
+    started: list[tuple[Path | None, int | None]] = field(default_factory=list)
+    stubs: list[Stub] = field(default_factory=list)
 
     @contextmanager
-    def serving(target, serve, ckpt, budget, log_path):
-        started.append((ckpt, budget))
+    def serving(self, target, serve, ckpt, budget, log_path):
+        self.started.append((ckpt, budget))
         log_path.parent.mkdir(parents=True, exist_ok=True)
         log_path.write_text("Using V2 Model Runner\n")
-        with serve_stub(plain_stub() if budget == 0 else chain_stub()) as url:
+        others = {0: plain_stub, None: chain_stub}
+        self.stubs.append(others[budget]() if budget in others else self.make_tree(budget))
+        with serve_stub(self.stubs[-1]) as url:
             yield url
 
-    monkeypatch.setattr(measure, "serving", serving)
-    return started
+
+@pytest.fixture
+def stub_servers(monkeypatch):
+    servers = StubServers()
+    monkeypatch.setattr(measure, "serving", servers.serving)
+    return servers
 
 
 def test_a_served_drafter_is_measured_and_reported(suite, tmp_path):
@@ -107,11 +136,10 @@ def test_a_served_drafter_is_measured_and_reported(suite, tmp_path):
 
 
 def test_a_checkpoint_is_measured_plainly_and_then_as_a_chain(suite, recipe, tmp_path, stub_servers):
-    ckpt = write_random_drafter(tmp_path / "checkpoint-5")
-    overrides = {"suite": str(suite), "num_prompts": NUM_PROMPTS, "temperatures": [0.0, 0.7]}
-    job = make_job(options(tmp_path, ckpt=ckpt, recipe=recipe, overrides=overrides))
+    job = checkpoint_job(tmp_path, suite, recipe, temperatures=[0.0, 0.7])
     report = measure.measure(job)
-    assert stub_servers == [(None, 0), (ckpt.resolve(), None)]
+    assert stub_servers.started == [(None, 0), (job.plan.ckpt, None)]
+    assert (report.tree, report.settings.budget, report.lossless.tree) == (None, None, None)
     assert report.plain.acceptance_length == 1.0
     assert report.chain.acceptance_length == 29 / 8
     assert (report.engine.runner, report.engine.device, report.engine.precision) == ("V2", "cpu", "bfloat16")
@@ -122,21 +150,65 @@ def test_a_checkpoint_is_measured_plainly_and_then_as_a_chain(suite, recipe, tmp
     ]
 
 
+def test_a_tree_budget_has_trees_measured_beside_the_chain(suite, recipe, tmp_path, stub_servers):
+    job = checkpoint_job(tmp_path, suite, recipe, temperatures=[0.0, 0.7], tree_budget=15)
+    report = measure.measure(job)
+    assert stub_servers.started == [(None, 0), (job.plan.ckpt, None), (job.plan.ckpt, 15)]
+    assert (report.settings.block_size, report.settings.budget) == (8, 15)
+    (warmer,) = report.other_temperatures
+    assert report.chain.acceptance_length == warmer.chain.acceptance_length == 29 / 8
+    for tree in (report.tree, warmer.tree):
+        assert (tree.acceptance_length, tree.steps, tree.nodes_per_step) == (29 / 5, 5, 15.0)
+        assert tree.accepted_by_depth == [1.0, 1.0, 0.8, 0.8, 0.4, 0.4, 0.4]
+    assert list(report.seconds)[-4:] == ["start tree", "warm up tree", "tree, T = 0", "tree, T = 0.7"]
+
+
+def test_all_three_engines_are_asked_the_same(suite, recipe, tmp_path, stub_servers):
+    measure.measure(checkpoint_job(tmp_path, suite, recipe, temperatures=[0.7], tree_budget=15))
+    asked = [sorted(stub.requests, key=lambda body: body["seed"]) for stub in stub_servers.stubs]
+    assert len(asked[0]) == 1 + NUM_PROMPTS  # the warm-up
+    assert asked[0] == asked[1] == asked[2]
+
+
+def test_the_trees_divergences_are_told_apart_from_the_chains(suite, recipe, tmp_path, stub_servers):
+    stub_servers.make_tree = partial(tree_stub, odd_token=77)
+    found = measure.measure(checkpoint_job(tmp_path, suite, recipe, tree_budget=15)).lossless
+    assert (found.n_diverging, found.n_near_ties) == (1, 1)
+    assert (found.tree.n_diverging, found.tree.n_near_ties) == (2, 1)
+    assert [each.gap for each in found.tree.divergences] == [pytest.approx(0.05), "outside the top k"]
+    assert not found.lossless
+
+
+def test_an_engine_that_drafts_no_trees_is_not_reported_as_one(suite, recipe, tmp_path, stub_servers):
+    stub_servers.make_tree = lambda budget: chain_stub()
+    with pytest.raises(AssertionError, match="trees of 15 nodes, the engine drafts 7"):
+        measure.measure(checkpoint_job(tmp_path, suite, recipe, tree_budget=15))
+
+
+def test_a_running_server_is_measured_as_it_is_whatever_the_recipe_says_of_trees(suite, recipe, tmp_path):
+    overrides = {"suite": str(suite), "num_prompts": NUM_PROMPTS}
+    with serve_stub(tree_stub(15)) as url:
+        job = make_job(options(tmp_path, url=url, recipe=recipe, overrides=overrides))
+        report = measure.measure(job)
+    assert job.settings.tree_budget == 15
+    assert (report.tree, report.settings.budget, len(report.chain.accepted_by_depth)) == (None, None, 15)
+
+
+def test_a_tree_as_large_as_any_served_can_be_asked_for_and_no_larger(suite, recipe, tmp_path):
+    check_budget(checkpoint_job(tmp_path, suite, recipe, tree_budget=MOST_NODES).settings.tree_budget)
+    with pytest.raises(UserError, match=f"tree_budget: expected .* {MOST_NODES}, found {MOST_NODES + 1}"):
+        checkpoint_job(tmp_path, suite, recipe, tree_budget=MOST_NODES + 1)
+
+
 def test_greedy_divergences_are_told_with_their_gap(suite, recipe, tmp_path, stub_servers):
-    ckpt = write_random_drafter(tmp_path / "drafter")
-    overrides = {"suite": str(suite), "num_prompts": NUM_PROMPTS, "temperatures": [0.7, 0.0]}
-    found = measure.measure(
-        make_job(options(tmp_path, ckpt=ckpt, recipe=recipe, overrides=overrides))
-    ).lossless
+    found = measure.measure(checkpoint_job(tmp_path, suite, recipe, temperatures=[0.7, 0.0])).lossless
     assert (found.lossless, found.n_prompts, found.n_diverging, found.n_near_ties) == (True, 3, 1, 1)
     (divergence,) = found.divergences
     assert (divergence.position, divergence.gap) == (2, pytest.approx(0.05))
 
 
 def test_losslessness_is_unknown_without_a_greedy_run(suite, recipe, tmp_path, stub_servers):
-    ckpt = write_random_drafter(tmp_path / "drafter")
-    overrides = {"suite": str(suite), "num_prompts": NUM_PROMPTS, "temperatures": [0.7]}
-    job = make_job(options(tmp_path, ckpt=ckpt, recipe=recipe, overrides=overrides))
+    job = checkpoint_job(tmp_path, suite, recipe, temperatures=[0.7], tree_budget=15)
     assert measure.measure(job).lossless is None
 
 
@@ -166,6 +238,7 @@ def test_a_kill_in_mid_measure_leaves_no_report(suite, tmp_path):
         (["--url", "http://127.0.0.1:9"], "--suite"),
         (["--suite", "SUITE", "--url", "http://127.0.0.1:9"], "no server answers"),
         (["--suite", "SUITE", "--url", "http://127.0.0.1:9", "--concurrency", "0"], "concurrency"),
+        (["--suite", "SUITE", "--url", "http://127.0.0.1:9", "--tree-budget", "15"], "--ckpt"),
         (["--suite", "SUITE", "--url", "http://127.0.0.1:9", "--tensorboard", "tb"], "--step"),
         (["--suite", "SUITE", "--ckpt", "nowhere", "--recipe", str(TINY_RECIPE)], "nowhere"),
     ],

@@ -14,10 +14,12 @@ from eval.report import (
     DivergencePart,
     DrafterPart,
     EnginePart,
+    GreedyPart,
     LosslessPart,
     Report,
     Settings,
     TargetPart,
+    TreeDecoding,
     write_report,
 )
 from eval.table import draw_bar, print_report
@@ -66,6 +68,10 @@ SETTINGS = Settings(
 WARMER = decoding(1.5, (0.4, 0.1))
 
 
+def tree(length=3.0, by_depth=(1.0, 0.75), nodes_per_step=14.5, **changes):
+    return TreeDecoding(**decoding(length, by_depth, **changes).model_dump(), nodes_per_step=nodes_per_step)
+
+
 def plain():
     return decoding(1.0, (), standard_error=0.0, mean_of_request_means=1.0, tokens_per_second=20.0)
 
@@ -99,16 +105,36 @@ def report(**changes):
     return Report(**(fields | changes))
 
 
+def tree_report(**changes):
+    """The same with trees of at most 15 nodes, one of which says what plain decoding does not."""
+    greedy = GreedyPart(
+        n_diverging=1,
+        n_near_ties=0,
+        divergences=[DivergencePart(prompt_id="p1", position=2, gap=0.5, is_near_tie=False)],
+    )
+    warmer = AtTemperature(
+        temperature=0.7, plain=plain(), chain=WARMER, tree=tree(1.75, (0.5, 0.25), nodes_per_step=15.0)
+    )
+    fields = {
+        "settings": SETTINGS.model_copy(update={"budget": 15}),
+        "tree": tree(tokens_per_second=35.0),
+        "lossless": lossless_part().model_copy(update={"lossless": False, "tree": greedy}),
+        "other_temperatures": [warmer],
+    }
+    return report(**(fields | changes))
+
+
 def printed(shown, width=100):
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
     print_report(shown, console)
     return console.export_text()
 
 
-def test_a_report_survives_its_file(tmp_path):
-    write_report(tmp_path / "report.json", report())
+@pytest.mark.parametrize("written", [report(), tree_report()])
+def test_a_report_survives_its_file(written, tmp_path):
+    write_report(tmp_path / "report.json", written)
     text = (tmp_path / "report.json").read_text()
-    assert Report.model_validate_json(text) == report()
+    assert Report.model_validate_json(text) == written
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
@@ -121,6 +147,15 @@ def test_the_file_has_the_fields_that_people_and_scripts_rely_on(tmp_path):
         assert set(DECODING_FIELDS) <= set(section)
 
 
+def test_a_tree_stands_in_the_file_as_the_chain_does(tmp_path):
+    write_report(tmp_path / "report.json", tree_report())
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert set(content["tree"]) == {*content["chain"], "nodes_per_step"}
+    assert content["settings"]["budget"] == 15
+    assert content["lossless"]["lossless"] is False
+    assert content["lossless"]["tree"]["divergences"][0]["gap"] == 0.5
+
+
 @pytest.mark.parametrize("change", [{"schema_version": 2}, {"acceptance": 3.0}, {"seconds": {"plain": "12"}}])
 def test_a_report_of_another_shape_is_refused(change):
     with pytest.raises(ValidationError):
@@ -129,14 +164,42 @@ def test_a_report_of_another_shape_is_refused(change):
 
 def test_the_table_shows_plain_and_chain_at_each_temperature():
     text = printed(report())
-    numbers = ("2.50 ±0.12", "1.50 ±0.12", "1.50x", "500", "200", "6.2%")
+    numbers = ("2.50", "1.50", "±0.12", "1.50x", "500", "200", "6.2%")
     for expected in ("T = 0.7", *numbers, "stdlib:heldout", "V2"):
         assert expected in text
 
 
-def test_the_table_fits_eighty_columns():
-    assert max(map(len, printed(report(), width=80).splitlines())) <= 80
-    assert "…" not in printed(report(), width=80)
+def cells(shown, label):
+    """What stands in one row of the table."""
+    (line,) = (line for line in printed(shown).splitlines() if line.strip().startswith(label))
+    return line.split(label)[1].split()
+
+
+def test_the_trees_column_stands_beside_the_chains():
+    shown = tree_report()
+    assert cells(shown, "acceptance length") == ["1.00", "2.50", "3.00", "1.00", "1.50", "1.75"]
+    assert cells(shown, "against plain") == ["1.00x", "1.50x", "1.75x", "1.00x", "1.50x", "1.50x"]
+    assert "plain   chain    tree     plain     chain      tree" in printed(shown)
+
+
+def test_an_unknown_error_is_called_unknown():
+    assert cells(report(chain=decoding(standard_error=None)), "standard error") == ["unknown", "±0.12"]
+
+
+@pytest.mark.parametrize("shown", [report(), tree_report()])
+def test_the_table_fits_eighty_columns(shown):
+    narrow, wide = printed(shown, width=80), printed(shown)
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert "…" not in narrow
+    assert narrow.count("T = 0.7") == wide.count("T = 0.7")  # no head is broken in two
+
+
+def test_temperatures_that_do_not_fit_abreast_go_into_a_table_below():
+    warmer = tree_report().other_temperatures[0]
+    warmest = warmer.model_copy(update={"temperature": 1.0})
+    text = printed(tree_report(other_temperatures=[warmer, warmest]))
+    assert text.count("verification steps") == 2
+    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_bars_are_as_long_as_their_share():
@@ -151,6 +214,25 @@ def test_each_depth_has_a_bar_and_a_share_for_each_temperature():
     assert first.count("█") == 2 * second.count("█") == 40
     assert "100.0%" in first
     assert "40.0%" in first
+
+
+def test_a_trees_bar_stands_beside_the_chains():
+    lines = printed(tree_report(), width=80).splitlines()
+    first, second = (next(line for line in lines if line.strip().startswith(k)) for k in ("1 ", "2 "))
+    assert first.split() == ["1", "█" * 20, "100.0%", "█" * 20, "100.0%", "40.0%", "50.0%"]
+    assert second.split() == ["2", "█" * 10, "50.0%", "█" * 15, "75.0%", "10.0%", "25.0%"]
+
+
+def test_a_line_says_how_many_nodes_a_step_verified():
+    assert "verified, of 15: 14.5 at T = 0, 15.0 at T = 0.7" in printed(tree_report())
+    assert "nodes" not in printed(report())
+
+
+def test_chain_and_tree_have_a_verdict_each():
+    text = " ".join(printed(tree_report()).split())
+    assert "chain lossless at T = 0: 3 of 4 responses equal" in text
+    assert "tree NOT LOSSLESS at T = 0: 3 of 4 responses equal" in text
+    assert "gaps: 0.500" in text
 
 
 def test_near_ties_are_counted_with_their_gaps():
@@ -168,6 +250,13 @@ def test_merged_chunks_and_undrafted_steps_are_said():
     text = printed(report(chain=odd))
     assert "merged the chunks" in text
     assert "3 steps had no draft" in text
+
+
+def test_a_doubt_names_the_decoding_it_is_about():
+    odd = tree(coalesced=True, undrafted_steps=3)
+    text = " ".join(printed(tree_report(tree=odd, chain=decoding(coalesced=True))).split())
+    assert "note: chain at T = 0, tree at T = 0: the server merged" in text
+    assert "note: tree at T = 0: 3 steps" in text
 
 
 def test_an_acceptance_of_next_to_nothing_names_the_usual_suspects():
@@ -193,6 +282,11 @@ def test_curves_hold_acceptance_depths_time_and_gap_at_their_step(tmp_path):
         "accept_gap": (400, 0.5),
         "time/measure_s": (400, 44.0),
     }
+
+
+def test_a_tree_has_a_curve_of_its_own_and_depths_and_gap_stay_the_chains():
+    with_tree, without = (curve_points(shown, simulated=3.0) for shown in (tree_report(), report()))
+    assert with_tree == without | {"accept_real/tree": 3.0}
 
 
 def test_there_is_no_gap_without_a_simulated_length():

@@ -7,7 +7,7 @@ import pytest
 from stub_engine import Answer, Stub, serve_stub, tokens_in_chunks
 
 from data.prompts import Prompt
-from eval.served import identify_server, run_pass, run_reference, warm_up
+from eval.served import identify_server, run_pass, run_reference, run_tree_pass, warm_up
 from recipes.errors import UserError
 from recipes.schema import Eval
 
@@ -26,6 +26,11 @@ def pass_over(stub, count=None, temperature=0.0, **changes):
     with serve_stub(stub) as url:
         asked = prompts(count or len(stub.answers))
         return run_pass(url, asked, settings(**changes), temperature, on_done=lambda: None)
+
+
+def tree_pass_over(answers, num_nodes):
+    with serve_stub(Stub(answers, num_nodes)) as url:
+        return run_tree_pass(url, prompts(len(answers)), settings(), K, 0.0, on_done=lambda: None)
 
 
 def answer(*sizes, **changes):
@@ -105,6 +110,27 @@ def test_undrafted_steps_are_reported():
 def test_a_plain_engine_takes_a_step_per_token():
     found = pass_over(Stub([answer(1, 1, 1)], num_drafts=0)).decoding
     assert (found.acceptance_length, found.steps, found.accepted_by_depth) == (1.0, 3, [])
+
+
+def test_a_tree_is_counted_by_depth_as_a_chain_is():
+    answers = [answer(3, 1, 8, 2, num_cut=3), answer(1, 1, 5)]
+    chain, tree = pass_over(Stub(answers, K)).decoding, tree_pass_over(answers, num_nodes=15).decoding
+    speed = {"tokens_per_second"}
+    assert tree.model_dump(exclude={"nodes_per_step", *speed}) == chain.model_dump(exclude=speed)
+    assert len(tree.accepted_by_depth) == K
+
+
+def test_a_step_verifies_the_nodes_that_the_engine_counted():
+    """None where it had no draft."""
+    assert tree_pass_over([answer(3, 2)], num_nodes=15).decoding.nodes_per_step == 15.0
+    undrafted = answer(3, 1, 3, undrafted=frozenset({2}))
+    assert tree_pass_over([undrafted], num_nodes=15).decoding.nodes_per_step == 10.0
+
+
+def test_a_tree_of_few_nodes_has_every_depth_all_the_same():
+    found = tree_pass_over([answer(3, 4)], num_nodes=3).decoding
+    assert found.accepted_by_depth == [1.0, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0]
+    assert found.nodes_per_step == 3.0
 
 
 def test_speed_counts_every_generated_token():

@@ -239,6 +239,7 @@ def test_every_field_of_the_schema_is_reachable_by_its_path():
         ),
         ("drafter.target_layer_ids=[3,1]", "drafter: target_layer_ids [3, 1]"),
         ("drafter.num_hidden_layers=2", "drafter: layer_types has 3 entries"),
+        ("eval.tree_budget=64", "eval.tree_budget: expected a number less than or equal to 63, found 64"),
         ("data.sampling.max_tokens=500", "data.max_prompt_tokens + data.sampling.max_tokens is 692"),
         ("data.num_prompts=2026-11-29", "data.num_prompts: expected a valid integer, found '2026-11-29'"),
     ],

@@ -1,4 +1,4 @@
-"""serve/seam.py: inert unless asked, and refusing by name whatever it does not know."""
+"""serve/seam/: inert unless asked, and refusing by name whatever it does not know."""
 
 import importlib
 import os
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from serve.capture import capture_options
 from serve.seam import SeamOptions, read_options, register
-from serve.seam_checks import (
+from serve.seam.checks import (
     CAPTURE_FIELDS,
     CAPTURE_SIGNATURES,
+    CPU_TREE_SIGNATURES,
+    TREE_SIGNATURES,
     WORKER_SIGNATURES,
     SeamError,
     check_fields,
@@ -25,6 +28,12 @@ from serve.seam_checks import (
     check_version,
 )
 from tests.drafters import EMBEDDED_TARGET, tiny_recipe, write_random_drafter
+
+if not torch.cuda.is_available():
+    importlib.import_module("vllm.v1.worker.cpu_worker")  # its patches come before the runner
+
+from serve.seam.tree_state import needs_chain
+from serve.seam.trees import check_tree_config
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -51,6 +60,10 @@ def test_the_installed_plugin_is_ours_and_wraps_once():
     assert WorkerWrapperBase.init_device is wrapped
 
 
+def test_what_trees_ask_for_is_read():
+    assert read_options({"draftsmith": {"tree": {"num_slots": 7}}}) == SeamOptions(None, 7)
+
+
 def test_an_unknown_option_is_refused():
     with pytest.raises(SeamError, match="captrue"):
         read_options({"draftsmith": {"captrue": {}}})
@@ -63,10 +76,10 @@ def test_another_vllm_is_refused(version):
 
 
 def test_this_vllm_has_the_signatures_and_fields_we_know():
-    if not torch.cuda.is_available():
-        importlib.import_module("vllm.v1.worker.cpu_worker")  # its patches come before the runner
     check_version(vllm.__version__)
-    check_signatures({**WORKER_SIGNATURES, **CAPTURE_SIGNATURES})
+    check_signatures({**WORKER_SIGNATURES, **CAPTURE_SIGNATURES, **TREE_SIGNATURES})
+    if not torch.cuda.is_available():
+        check_signatures(CPU_TREE_SIGNATURES)
     check_fields(CAPTURE_FIELDS)
 
 
@@ -120,3 +133,76 @@ def test_rows_are_the_transformers_models_beside_a_drafter_in_chunks_and_preempt
             found = hidden[:rows, 256 * tap : 256 * (tap + 1)].float()
             cosine = torch.cosine_similarity(found, states[layer + 1][0, :rows].float(), dim=-1)
             assert cosine.min() > 0.998, (layer, int(cosine.argmin()), float(cosine.min()))
+
+
+def tree_config(**changes: object) -> SimpleNamespace:
+    """What trees run with, as vLLM's config holds it."""
+    settings = {
+        "speculative_config.method": "dflash",
+        "speculative_config.draft_sample_method": "greedy",
+        "device_config.device_type": "cpu",
+        "model_config.get_sliding_window": lambda: None,
+        "model_config.logits_processors": None,
+        "lora_config": None,
+        "parallel_config.pipeline_parallel_size": 1,
+        "cache_config.cache_dtype": "auto",
+    }
+    config = SimpleNamespace()
+    for path, value in (settings | changes).items():
+        *parents, name = path.split(".")
+        at = config
+        for parent in parents:
+            if not hasattr(at, parent):
+                setattr(at, parent, SimpleNamespace())
+            at = getattr(at, parent)
+        setattr(at, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("speculative_config.method", "eagle3", "dflash drafter, found eagle3"),
+        ("speculative_config.draft_sample_method", "probabilistic", "draft_sample_method greedy"),
+        ("device_config.device_type", "cuda", "CPU only"),
+        ("model_config.get_sliding_window", lambda: 128, "sliding windows"),
+        ("model_config.logits_processors", ["mine"], "logits processors"),
+        ("lora_config", object(), "LoRA"),
+        ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size 1"),
+        ("cache_config.cache_dtype", "fp8", "kv cache dtype fp8"),
+    ],
+)
+def test_what_trees_cannot_do_is_refused_by_name(setting, value, said):
+    check_tree_config(tree_config())
+    with pytest.raises(SeamError, match=said):
+        check_tree_config(tree_config(**{setting: value}))
+
+
+def sampling(**changes: object) -> SimpleNamespace:
+    settings = {
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "bad_words": [],
+        "structured_outputs": None,
+        "thinking_token_budget": None,
+    }
+    return SimpleNamespace(**settings | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"bad_words": ["x"]},
+        {"structured_outputs": object()},
+        {"thinking_token_budget": 9},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_sampling_that_looks_at_the_drafts_before_a_row_gets_a_chain(changes):
+    assert not needs_chain(sampling())
+    assert not needs_chain(None)
+    assert needs_chain(sampling(**changes))

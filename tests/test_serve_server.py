@@ -86,7 +86,12 @@ def test_the_server_ends_whatever_ends_the_block(play, tmp_path, fault):
 
 @pytest.mark.parametrize(
     ("ckpt", "budget", "said"),
-    [(None, None, ""), (Path("c"), None, "--ckpt c"), (Path("c"), 0, "--ckpt c --budget 0")],
+    [
+        (None, None, ""),
+        (Path("c"), None, "--ckpt c"),
+        (Path("c"), 0, "--ckpt c --budget 0"),
+        (Path("c"), 15, "--ckpt c --budget 15"),
+    ],
 )
 def test_the_command_line_says_what_is_served(play, tmp_path, ckpt, budget, said):
     play(HEALTHY)

@@ -111,13 +111,22 @@ def test_budget_zero_loads_no_drafter(published):
     assert "speculative_config" not in plain
 
 
-@pytest.mark.parametrize("budget", [-1, 1, 15])
-def test_a_tree_budget_is_refused_by_name(published, budget):
+@pytest.mark.parametrize("budget", [-1, 64])
+def test_a_budget_out_of_range_is_refused_by_name(published, budget):
     recipe = tiny_recipe()
-    with pytest.raises(UserError, match="trees are not in this version"):
+    with pytest.raises(UserError, match=f"budget {budget}: expected 1 to 63"):
         engine_arguments(recipe.target, recipe.serve, published, budget)
-    with pytest.raises(UserError, match="trees are not in this version"):
+    with pytest.raises(UserError, match="expected 1 to 63"):
         make_plan(request(ckpt=published, recipe=TINY_RECIPE, budget=budget))
+
+
+@on_cpu
+def test_a_tree_has_as_many_drafts_as_nodes_and_the_drafters_depth(published):
+    recipe = tiny_recipe()
+    arguments = engine_arguments(recipe.target, recipe.serve, published, 31)
+    assert arguments["speculative_config"]["num_speculative_tokens"] == 31
+    assert arguments["additional_config"][SECTION] == {"tree": {"num_slots": 7}}
+    assert arguments["enforce_eager"]
 
 
 @on_cpu

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from serve.seam_checks import SeamError
+from serve.seam.checks import SeamError
 
 Arguments = SimpleNamespace
 """A launch: `grid`, and the kernel's arguments by name; tensors as NumPy arrays in place, bf16 ones not."""

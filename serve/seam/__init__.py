@@ -1,0 +1,97 @@
+"""The one place that touches the inside of an unmodified vLLM 0.32, on its V2 model runner.
+
+vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`).  Nothing changes unless
+`additional_config` holds a "draftsmith" section; everything is checked before anything is touched.
+
+    {"draftsmith": {}}                                           on a CPU: what its build lacks (processor.py)
+    {"draftsmith": {"capture": {"target_layer_ids": [1, 3]}}}    and capture of tap states (capturing.py)
+    {"draftsmith": {"tree": {"num_slots": 7}}}                   and draft trees (trees.py)
+
+Patched name: `vllm.v1.worker.worker_base.WorkerWrapperBase.init_device`, because device and runner are known
+there and no request has been seen.  The patch goes when vLLM lets a plugin name a runner class.
+"""
+# ruff: noqa: PLC0415  (vLLM's modules are imported once vLLM calls: on a CPU its worker has to come first)
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from serve.engine import SECTION
+from serve.seam.checks import WORKER_SIGNATURES, SeamError, check_signatures, check_version
+
+_had_trees: list[bool] = []
+"""Not empty once an engine of this process was asked for trees."""
+
+
+@dataclass(frozen=True)
+class SeamOptions:
+    """The "draftsmith" section of additional_config."""
+
+    target_layer_ids: tuple[int, ...] | None = None
+    """0-based layers whose output is captured, ascending; None captures nothing."""
+    num_slots: int | None = None
+    """Depth that the drafter works at under trees; None drafts the chain."""
+
+
+def read_options(additional_config: object) -> SeamOptions | None:
+    """None if nothing was asked of us."""
+    if not isinstance(additional_config, Mapping) or SECTION not in additional_config:
+        return None
+    section = additional_config[SECTION]
+    if set(section) - {"capture", "tree"}:
+        raise SeamError(
+            f"additional_config[{SECTION!r}]: expected no other keys than capture and tree, found {section}"
+        )
+    return SeamOptions(
+        tuple(section["capture"]["target_layer_ids"]) if "capture" in section else None,
+        section["tree"]["num_slots"] if "tree" in section else None,
+    )
+
+
+def register() -> None:
+    """The plugin. Idempotent; imports of vLLM wait until it is vLLM that calls."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    original = WorkerWrapperBase.init_device
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def init_device(wrapper: Any) -> None:
+        options = read_options(wrapper.vllm_config.additional_config)
+        if options is None:
+            return original(wrapper)
+        _refuse_mixture(options)
+        _prepare(wrapper.vllm_config, options)
+        original(wrapper)
+        if options.target_layer_ids is not None:
+            from serve.seam.capturing import attach_capture
+
+            attach_capture(wrapper.worker, options.target_layer_ids)
+
+    WorkerWrapperBase.init_device = init_device
+
+
+def _refuse_mixture(options: SeamOptions) -> None:
+    """Trees change vLLM's registries for a whole process."""
+    if options.num_slots is None and _had_trees:
+        raise SeamError("an engine with draft trees ran in this process: start one without in a new process")
+    if options.num_slots is not None:
+        _had_trees.append(True)
+
+
+def _prepare(vllm_config: Any, options: SeamOptions) -> None:
+    import vllm
+
+    check_version(vllm.__version__)
+    check_signatures(WORKER_SIGNATURES)
+    if vllm_config.device_config.device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        from serve.seam.processor import prepare_processor
+
+        prepare_processor()
+    if options.num_slots is not None:
+        from serve.seam.trees import install_trees
+
+        install_trees(vllm_config, options.num_slots)

@@ -1,0 +1,99 @@
+"""What a tree changes about the target's state in a step: positions, who sees whom, and what is kept.
+
+Mixed in before the model state class that vLLM chose (`vllm.v1.worker.gpu.model_states`).  Order of a step:
+preprocess_state, prepare_attn, prepare_inputs, forward, sampler, postprocess_state, propose.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from serve.seam.runtime import TreeRuntime
+from serve.seam.speculator import TreeSpeculator
+from serve.seam.verifier import TreeVerifier
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_states.interface import ModelState as _State
+else:
+    _State = object
+
+
+class TreeState(_State):
+    """Rows stay linear and keep a cache slot each; only positions and visibility follow the tree."""
+
+    runtime: TreeRuntime
+    speculator: TreeSpeculator
+
+    def add_request(self, req_index: int, new_req_data: Any) -> None:
+        super().add_request(req_index, new_req_data)
+        self.runtime.admit(req_index, chain_only=needs_chain(new_req_data.sampling_params))
+
+    def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
+        config = self.vllm_config.speculative_config
+        return sampler, TreeVerifier(sampler, config, self.device, self.runtime)
+
+    def preprocess_state(self, input_batch: Any, *args: Any) -> None:
+        super().preprocess_state(input_batch, *args)
+        self.runtime.begin(input_batch)
+
+    def prepare_attn(
+        self,
+        input_batch: Any,
+        cudagraph_mode: Any,
+        block_tables: Any,
+        slot_mappings: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        metadata = super().prepare_attn(
+            input_batch, cudagraph_mode, block_tables, slot_mappings, *args, **kwargs
+        )
+        step = self.runtime.step_of(input_batch)
+        if step is not None:
+            step.slot_mappings = slot_mappings
+            for each in metadata.values():
+                each.trees = step.trees
+        return metadata
+
+    def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
+        inputs = super().prepare_inputs(input_batch, req_states)
+        step = self.runtime.step_of(input_batch)
+        if step is None:
+            return inputs
+        assert step.trees is not None
+        # not in place: the runner reads the linear positions again, for drafts and for the drafter
+        positions = inputs.get("positions", input_batch.positions)
+        return inputs | {"positions": step.trees.move_positions(positions)}
+
+    def postprocess_state(self, idx_mapping: torch.Tensor, *args: Any) -> None:
+        super().postprocess_state(idx_mapping, *args)
+        # before the drafter runs: it overwrites the slot mappings
+        self.runtime.commit(self.layer_caches, self.recurrent_layers)
+
+    def initialize_kv_cache(self, kv_cache_config: Any, block_tables: Any) -> None:
+        super().initialize_kv_cache(kv_cache_config, block_tables)
+        layers = self.vllm_config.compilation_config.static_forward_context
+        groups = [
+            [layers[name] for name in group.layer_names if name not in self.speculator.draft_attn_layer_names]
+            for group in kv_cache_config.kv_cache_groups
+        ]
+        self.recurrent_layers = [layer for group in groups for layer in group if hasattr(layer, "commit")]
+        self.layer_caches = [
+            [layer.kv_cache for layer in group if layer not in self.recurrent_layers] for group in groups
+        ]
+
+
+def needs_chain(params: Any) -> bool:
+    """Whether these sampling settings look at the drafts before a row as if they were its past.
+
+    That is so on a chain alone, and stock code is right there: penalties, bad words, grammars and thinking
+    budgets do.
+    """
+    return params is not None and (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or bool(params.bad_words)
+        or params.structured_outputs is not None
+        or params.thinking_token_budget is not None
+    )
