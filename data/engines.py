@@ -24,6 +24,8 @@ from recipes.schema import Recipe
 from serve.engine import is_cuda
 from serve.lifetime import follow_parent
 
+_PATIENCE_S = 10.0
+
 
 @dataclass(frozen=True)
 class Work:
@@ -74,7 +76,10 @@ class Engine:
             code = self._process.exitcode
             raise MachineError(f"an engine of the data phase ended with code {code}, see above") from None
 
-    def kill(self) -> None:
+    def end(self, patience_s: float) -> None:
+        """Lets it end by itself for a while: Python complains of what a killed process leaves behind."""
+        self.connection.close()
+        self._process.join(patience_s)
         self._process.kill()
         self._process.join()
 
@@ -85,13 +90,15 @@ def running_engines(recipe: Recipe, folder: Path, spool: Path, most: int) -> Ite
     count = min(recipe.data.engines, most)
     environments = share_devices(count, recipe.serve.tensor_parallel_size)
     engines: list[Engine] = []
+    patience_s = 0.0
     try:
         for number, environment in enumerate(environments):
             engines.append(Engine(recipe, folder, spool / str(number), environment))
         yield engines
+        patience_s = _PATIENCE_S
     finally:
         for engine in engines:
-            engine.kill()
+            engine.end(patience_s)
 
 
 def share_out(engines: Sequence[Engine], work: Sequence[Work]) -> Iterator[Advanced | Made]:
@@ -113,7 +120,7 @@ def share_out(engines: Sequence[Engine], work: Sequence[Work]) -> Iterator[Advan
 
 
 def _make_shards(recipe: Recipe, folder: Path, spool: Path, parent: Connection, parent_pid: int) -> None:
-    """The engine's process: makes a shard of every Work that comes, tells of each step, ends when killed."""
+    """The engine's process: makes a shard of every Work that comes, and tells of each step."""
     follow_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
     try:
@@ -121,6 +128,8 @@ def _make_shards(recipe: Recipe, folder: Path, spool: Path, parent: Connection, 
         while True:
             work = parent.recv()
             parent.send(maker.make(work.number, work.prompts))
+    except EOFError:
+        return  # no more work
     except (UserError, MachineError, OSError) as error:
         parent.send(error)
 

@@ -15,7 +15,10 @@ from serve.tree_batch import Topology, WalkBatch, see_ancestors
 
 
 class TreeSlots:
-    """The tree that waits for its verification in every request slot; a chain where none was planted."""
+    """The tree that waits for its verification in every request slot; none is planted at first.
+
+    Where none is, or beyond its last node, masks and positions are a chain's, and nothing is accepted.
+    """
 
     def __init__(self, num_slots: int, budget: int, device: torch.device) -> None:
         chain_N = torch.arange(budget, device=device)

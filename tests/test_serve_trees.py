@@ -22,7 +22,10 @@ SPOILT_TOKENS = 16  # by then a text has gone another way
 MODEL_LENGTH = 96
 TEXT_TOKENS = MODEL_LENGTH  # beyond MAX_TOKENS: the last trees reach past what was asked for
 BUDGETS = [1, 7, 15, 63]
-SAMPLED = [{"temperature": 0.8, "seed": 11 + request, "logprobs": 2} for request in range(5)]
+SAMPLED = [
+    {"temperature": 0.8, "seed": 11 + request, "logprobs": 2, "top_k": top_k, "top_p": top_p}
+    for request, (top_k, top_p) in enumerate([(0, 1.0), (20, 1.0), (0, 0.9), (40, 0.95), (0, 1.0)])
+]
 PENALISED = (1, 3)
 PENALTIES = [{"repetition_penalty": 1.3} if request in PENALISED else {} for request in range(5)]
 TEXT_CHANGING: list[Control] = ["no compaction", "no depth positions", "no tree mask"]

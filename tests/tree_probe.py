@@ -6,7 +6,7 @@ An oracle hides the target's own text along a random path of a random tree, so t
 accepted; nothing else in the engine knows of it.  `Round.control` breaks one thing, for tests to notice.
 """
 
-# T=rows of a step  B=requests of a step  N=nodes of a tree  L=slots of a block  V=vocabulary  D=head dim
+# B=requests of a step  N=nodes of a tree  L=slots of a block  V=vocabulary  D=head dim
 
 import itertools
 import os

@@ -1,7 +1,7 @@
 """Verification of draft trees: the target's own token at every row, then a walk.
 
 Stands in for `vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler`, of which it keeps all but
-the rule.  The target's token at a row is stock sampling of that row (temperature, top-k, top-p, min-p,
+the rule.  The target's token at a row is stock sampling of that row (temperature, top-k, top-p,
 seeds), with noise keyed by the position a node would have; no draft probability is needed, and the output has
 exactly the target's distribution.
 """
