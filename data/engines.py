@@ -159,7 +159,8 @@ def share_devices(engines: int, tensor_parallel_size: int) -> list[dict[str, str
             f"{engines} engines with serve.tensor_parallel_size {tensor_parallel_size} need"
             f" {engines * tensor_parallel_size} GPUs, found {len(gpus)}: lower data.engines"
         )
-    shares = [gpus[first::engines][:tensor_parallel_size] for first in range(engines)]
+    firsts = range(0, engines * tensor_parallel_size, tensor_parallel_size)
+    shares = [gpus[first : first + tensor_parallel_size] for first in firsts]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
 
 

@@ -7,7 +7,8 @@ and itself.  What stands here is torch on any device, slow and obvious: the refe
 caller's.
 
 A backend on a GPU runs its stock kernel over the context without a mask, `attend_ragged` over the rows, and
-`merge_states`.  One on a CPU calls `attend_paged`.
+`merge_states`; none is wired up yet.  The one on a CPU gathers and masks for itself (`gather_paged`,
+`attend_masked`), because a drafter's layers may slide; `attend_paged` is what tests hold kernels against.
 """
 
 # B=requests  T=rows of the batch, request after request, then padding  R=rows of a request

@@ -14,6 +14,7 @@ import vllm
 from transformers import AutoModelForCausalLM
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+import serve.seam
 from serve.capture import capture_options
 from serve.seam import SeamOptions, read_options, register
 from serve.seam.checks import (
@@ -32,6 +33,7 @@ from tests.drafters import EMBEDDED_TARGET, tiny_recipe, write_random_drafter
 if not torch.cuda.is_available():
     importlib.import_module("vllm.v1.worker.cpu_worker")  # its patches come before the runner
 
+from serve.seam.processor import _mend_context_keys
 from serve.seam.tree_state import needs_chain
 from serve.seam.trees import check_tree_config
 
@@ -206,3 +208,18 @@ def test_sampling_that_looks_at_the_drafts_before_a_row_gets_a_chain(changes):
     assert not needs_chain(sampling())
     assert not needs_chain(None)
     assert needs_chain(sampling(**changes))
+
+
+def test_an_engine_without_trees_is_refused_in_a_process_that_had_some(monkeypatch):
+    monkeypatch.setattr(serve.seam, "_had_trees", [])
+    serve.seam._refuse_mixture(SeamOptions())
+    serve.seam._refuse_mixture(SeamOptions(num_slots=7))
+    serve.seam._refuse_mixture(SeamOptions(num_slots=7))
+    with pytest.raises(SeamError, match="new process"):
+        serve.seam._refuse_mixture(SeamOptions())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU's mend")
+def test_a_second_engine_of_a_process_may_mend_the_context_keys_again():
+    _mend_context_keys()
+    _mend_context_keys()

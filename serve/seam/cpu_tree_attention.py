@@ -68,7 +68,7 @@ class TreeAttention(CPUAttentionBackendImpl):
         sees = torch.ones_like(distance, dtype=torch.bool) if not metadata.causal else distance >= 0
         if self.sliding_window > 0:
             sees &= distance < self.sliding_window
-        trees = getattr(metadata, "trees", None)
+        trees = getattr(metadata, "trees", None)  # the drafter's metadata has none
         if trees is not None:
             own = rows.stop - int(trees.first_row_B[request])  # the committed token and the drafts
             sees[-own:, -own:] = trees.sees_BRR[request, :own, :own]

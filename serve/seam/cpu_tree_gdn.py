@@ -9,6 +9,7 @@ state slot for each draft.  All rows are computed here, trees and ordinary ones,
 # K=key dim  V=value dim  X=conv state columns
 
 from dataclasses import dataclass, replace
+from itertools import pairwise, starmap
 from typing import Any
 
 import torch
@@ -97,15 +98,12 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
     ) -> None:
         self._pending = None
         trees = getattr(metadata, "trees", None)
-        drafts = [0] * len(metadata.starts)
-        if trees is not None:
-            ends = torch.tensor([*metadata.starts[1:], metadata.end])
-            drafts = (ends - 1 - trees.first_row_B).tolist()
+        ends = torch.tensor(metadata.bounds[1:])
+        drafts = [0] * len(ends) if trees is None else (ends - 1 - trees.first_row_B).tolist()
         gates = compute_gates(a_TH, b_TH, self.A_log, self.dt_bias)
-        for request, start in enumerate(metadata.starts):
+        for request, rows in enumerate(starmap(slice, pairwise(metadata.bounds))):
             if drafts[request] == 0:
-                end = metadata.starts[request + 1] if request + 1 < len(metadata.starts) else metadata.end
-                self._run_chain(metadata, request, slice(start, end), mixed_TC, gates, out_THV)
+                self._run_chain(metadata, request, rows, mixed_TC, gates, out_THV)
         with_tree = [request for request, count in enumerate(drafts) if count]
         if with_tree:
             self._verify(metadata, torch.tensor(with_tree), trees, mixed_TC, gates, out_THV)
@@ -215,12 +213,11 @@ class TreeGdnMetadataBuilder(GDNAttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> Any:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build=fast_build)
-        *starts, end = common_attn_metadata.query_start_loc_cpu[: common_attn_metadata.num_reqs + 1].tolist()
-        lengths = common_attn_metadata.seq_lens[: len(starts)]
-        queries = common_attn_metadata.query_start_loc_cpu[: len(starts) + 1].diff()
-        metadata.starts, metadata.end = starts, end
-        metadata.is_fresh = (lengths == queries).tolist()
-        metadata.slots = common_attn_metadata.block_table_tensor[: len(starts), 0].long()
+        num_reqs = common_attn_metadata.num_reqs
+        bounds = common_attn_metadata.query_start_loc_cpu[: num_reqs + 1]
+        metadata.bounds = bounds.tolist()
+        metadata.is_fresh = (common_attn_metadata.seq_lens[:num_reqs] == bounds.diff()).tolist()
+        metadata.slots = common_attn_metadata.block_table_tensor[:num_reqs, 0].long()
         return metadata
 
 

@@ -8,14 +8,15 @@ to another (a dummy run's, say) is not ours.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from serve.tree_batch import Topology, WalkBatch
-from serve.tree_slots import StepTrees, TreeSlots, begin_step, path_rows, tidy_rows
+from serve.tree_slots import PathRows, StepTrees, TreeSlots, begin_step, path_rows, tidy_rows
 
 
+@runtime_checkable
 class RecurrentLayer(Protocol):
     """A layer that verifies without writing its state."""
 
@@ -30,6 +31,7 @@ class _Step:
     """None where no draft was scheduled."""
     slot_mappings: torch.Tensor | None = None
     walk: WalkBatch | None = None
+    paths: PathRows | None = None
     is_committed: bool = False
     are_states_tidy: bool = False
 
@@ -74,8 +76,9 @@ class TreeRuntime:
 
     def accept(self, walk: WalkBatch) -> None:
         """How far the target went along each tree of the step."""
-        assert self._step is not None, "a tree was verified outside a step"
-        self._step.walk = walk
+        step = self._step
+        assert step is not None and step.trees is not None, "a tree was verified outside a step"
+        step.walk, step.paths = walk, path_rows(walk, step.trees.first_row_B)
 
     def commit(
         self, layer_caches: Sequence[Sequence[torch.Tensor]], recurrent_layers: Sequence[RecurrentLayer]
@@ -92,12 +95,10 @@ class TreeRuntime:
     def tidy_states(self, input_batch: Any, tap_states: Sequence[torch.Tensor]) -> None:
         """Brings the tap states [T, H] of the accepted paths to where a chain's would be, in place; once."""
         step = self.step_of(input_batch)
-        if step is None or step.walk is None or step.are_states_tidy:
+        if step is None or step.paths is None or step.are_states_tidy:
             return
-        assert step.trees is not None
-        paths = path_rows(step.walk, step.trees.first_row_B)
         for states in tap_states:
-            tidy_rows(states, paths)
+            tidy_rows(states, step.paths)
         step.are_states_tidy = True
 
     def plant(
@@ -122,11 +123,11 @@ class TreeRuntime:
         layer_caches: for each KV cache group, its layers' caches, [blocks, heads, block size, 2 x head dim].
         """
         step = self._step
-        assert step is not None and step.trees is not None and step.walk is not None, "nothing was verified"
+        assert step is not None and step.paths is not None, "nothing was verified"
         assert step.slot_mappings is not None, "a step with trees had no attention metadata"
-        paths = path_rows(step.walk, step.trees.first_row_B)
+        source_rows, target_rows = step.paths.source_BL.flatten(), step.paths.target_BL.flatten()
         for slots_T, caches in zip(step.slot_mappings, layer_caches, strict=True):
-            source, target = (slots_T[rows.flatten()] for rows in (paths.source_BL, paths.target_BL))
+            source, target = slots_T[source_rows], slots_T[target_rows]
             for cache in caches:
                 size = cache.shape[2]
                 cache[target // size, :, target % size] = cache[source // size, :, source % size]

@@ -4,11 +4,12 @@ Mixed in before the model state class that vLLM chose (`vllm.v1.worker.gpu.model
 preprocess_state, prepare_attn, prepare_inputs, forward, sampler, postprocess_state, propose.
 """
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from serve.seam.runtime import TreeRuntime
+from serve.seam.runtime import RecurrentLayer, TreeRuntime
 from serve.seam.speculator import TreeSpeculator
 from serve.seam.verifier import TreeVerifier
 
@@ -77,7 +78,8 @@ class TreeState(_State):
             [layers[name] for name in group.layer_names if name not in self.speculator.draft_attn_layer_names]
             for group in kv_cache_config.kv_cache_groups
         ]
-        self.recurrent_layers = [layer for group in groups for layer in group if hasattr(layer, "commit")]
+        targets = chain.from_iterable(groups)
+        self.recurrent_layers = [layer for layer in targets if isinstance(layer, RecurrentLayer)]
         self.layer_caches = [
             [layer.kv_cache for layer in group if layer not in self.recurrent_layers] for group in groups
         ]
