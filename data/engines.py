@@ -20,7 +20,7 @@ import torch
 from data.groups import Rendered
 from data.shard_maker import Made, ShardMaker
 from recipes.errors import MachineError, UserError
-from recipes.schema import Recipe
+from recipes.schema import Recipe, Serve
 from serve.engine import is_cuda
 from serve.lifetime import follow_parent
 
@@ -88,7 +88,7 @@ class Engine:
 def running_engines(recipe: Recipe, folder: Path, spool: Path, most: int) -> Iterator[list[Engine]]:
     """data.engines of them, at most `most`; UserError if there are too few GPUs for them."""
     count = min(recipe.data.engines, most)
-    environments = share_devices(count, recipe.serve.tensor_parallel_size)
+    environments = share_devices(count, recipe.serve)
     engines: list[Engine] = []
     patience_s = 0.0
     try:
@@ -145,22 +145,27 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def share_devices(engines: int, tensor_parallel_size: int) -> list[dict[str, str]]:
+def share_devices(engines: int, serve: Serve) -> list[dict[str, str]]:
     """What each of `engines` processes adds to the engine's environment, so that they share the machine.
 
-    On CUDA its own GPUs, on a CPU its share of the threads.  UserError if there are too few GPUs.
+    On CUDA its own GPUs, or one that it shares; on a CPU its share of the threads.
+    UserError if there are too few GPUs.
     """
     if not is_cuda():
         threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
         return [{"OMP_NUM_THREADS": str(max(1, threads // engines))}] * engines
-    gpus = _visible_gpus()
-    if len(gpus) < engines * tensor_parallel_size:
+    gpus, width = _visible_gpus(), serve.tensor_parallel_size
+    if len(gpus) >= engines * width:
+        shares = [gpus[first : first + width] for first in range(0, engines * width, width)]
+    elif gpus and width == 1 and serve.kv_cache_gib is not None:
+        # without that size an engine takes its neighbour's memory for its own when it measures
+        shares = [[gpus[number % len(gpus)]] for number in range(engines)]
+    else:
         raise UserError(
-            f"{engines} engines with serve.tensor_parallel_size {tensor_parallel_size} need"
-            f" {engines * tensor_parallel_size} GPUs, found {len(gpus)}: lower data.engines"
+            f"{engines} engines with serve.tensor_parallel_size {width} need {engines * width} GPUs, found"
+            f" {len(gpus)}: lower data.engines, or let engines of one GPU each share them by setting"
+            " serve.kv_cache_gib"
         )
-    firsts = range(0, engines * tensor_parallel_size, tensor_parallel_size)
-    shares = [gpus[first : first + tensor_parallel_size] for first in firsts]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
 
 

@@ -99,7 +99,10 @@ class Data(Section):
     shard_tokens: Positive = 200_000
     """A shard takes prompts until their longest possible sequences hold this many tokens."""
     engines: Positive = 1
-    """Engines that share the prompts, each with its own copy of the target and its share of GPUs or cores."""
+    """Engines that share the prompts, each with its own copy of the target and its share of GPUs or cores.
+
+    A small target leaves a GPU idle between its steps: with serve.kv_cache_gib set, engines may share GPUs.
+    """
     check_sequences: Natural = 8
     """Sequences of each engine whose taps are compared with forward hooks on the transformers model."""
     check_cosine: Share = 0.999
@@ -160,8 +163,8 @@ class Serve(Section):
     tensor_parallel_size: Positive = 1
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     enforce_eager: bool = False
-    kv_cache_gib: Annotated[float, Field(gt=0)] = 1.0
-    """On a CPU only: memory for the KV cache, in GiB."""
+    kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
+    """Of an engine's KV cache; None is what gpu_memory_utilization leaves on a GPU, and 1 on a CPU."""
 
 
 class Eval(Section):

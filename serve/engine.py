@@ -24,6 +24,7 @@ _RANK_VARIABLES = frozenset(
 _RANK_PREFIXES = ("CROSS_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "DS_")
 # The recipe is the only home of these.
 _OVERRIDING_VARIABLES = frozenset({"VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MULTIPROCESSING"})
+_CPU_CACHE_GIB = 1.0
 PLAIN_BUDGET = 0
 MOST_NODES = 63
 """Of a tree: its rows, the committed token's with them, fit the bits of a word."""
@@ -135,14 +136,16 @@ def _capacity_arguments(serve: Serve) -> dict[str, Any]:
 
 
 def _device_arguments(serve: Serve) -> dict[str, Any]:
-    if is_cuda():
-        kernels = {} if _has_flashinfer() else {"gdn_prefill_backend": "triton"}
-        return {"gpu_memory_utilization": serve.gpu_memory_utilization, "additional_config": kernels}
-    # the section of serve/seam/: bit-equal stand-ins for the kernels that crawl in Triton's interpreter
-    return {
-        "kv_cache_memory_bytes": int(serve.kv_cache_gib * 2**30),
-        "additional_config": {SECTION: {}},
-    }
+    if not is_cuda():
+        # the section of serve/seam/: bit-equal stand-ins for the kernels that crawl in Triton's interpreter
+        return _cache_arguments(serve.kv_cache_gib or _CPU_CACHE_GIB) | {"additional_config": {SECTION: {}}}
+    kernels = {} if _has_flashinfer() else {"gdn_prefill_backend": "triton"}
+    arguments = {"gpu_memory_utilization": serve.gpu_memory_utilization, "additional_config": kernels}
+    return arguments | (_cache_arguments(serve.kv_cache_gib) if serve.kv_cache_gib else {})
+
+
+def _cache_arguments(gib: float) -> dict[str, Any]:
+    return {"kv_cache_memory_bytes": int(gib * 2**30)}
 
 
 def _drafting(ckpt: Path, budget: int | None) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

@@ -129,10 +129,15 @@ def test_a_tree_has_as_many_drafts_as_nodes_and_the_drafters_depth(published):
     assert arguments["enforce_eager"]
 
 
-@on_cpu
 def test_the_kv_cache_is_as_large_as_the_recipe_says():
     recipe = tiny_recipe("serve.kv_cache_gib=0.5")
     assert engine_arguments(recipe.target, recipe.serve, None, None)["kv_cache_memory_bytes"] == 2**29
+
+
+def test_without_a_size_a_gpu_gives_what_it_has_to_the_kv_cache(monkeypatch):
+    recipe = tiny_recipe()
+    monkeypatch.setattr("serve.engine.is_cuda", lambda: True)
+    assert "kv_cache_memory_bytes" not in engine_arguments(recipe.target, recipe.serve, None, None)
 
 
 def test_the_cpu_kernels_are_asked_for_in_the_seams_own_section():
