@@ -2,13 +2,14 @@
 
 Grids depend on shapes alone and sizes are read on the device, so a CUDA graph can hold the launches and later
 steps replay them with other trees.  Nothing asks for more than sm_80.  Order of a step: `convolve_trees_` and
-`verify_trees_` in the layer, `commit_` once the walk is known; until then no state is written.
+`verify_trees_` in each layer, `commit_layers_` for all once the walk is known; before it no state is written.
 """
 # ruff: noqa: PLR0913, PLR0917  (a kernel takes pointers and strides one by one)
 
 # B=requests  R=rows of a request: the committed token, then N nodes  T=rows of the step
 # P=rows of a path: the committed token, then L slots  S=state slots  H=value heads  J=key heads
 # K=key dim  V=value dim  C=convolved channels  W=taps of the convolution  X=conv state columns, >= W - 1
+# Y=layers  G=KV cache groups
 #
 # The algebra is told in `serve/tree_gdn.py`.  Where precision and time lie:
 #   * q and k stay as they come; products are scaled by their lengths.  So bf16 times bf16 is exact on tensor
@@ -27,6 +28,7 @@ import triton
 import triton.language as tl
 
 from serve.tree_attention import MOST_ROWS
+from serve.tree_cache_kernels import StackedCaches
 
 _NORM_EPS = tl.constexpr(1e-6)  # of serve/tree_gdn.py
 _SOFTPLUS_THRESHOLD = tl.constexpr(20.0)  # softplus(x) = x above it, torch's default
@@ -38,7 +40,7 @@ _COMMIT_CHANNELS, _COMMIT_WARPS = 256, 4
 
 @dataclass(frozen=True)
 class Tiles:
-    """What a program of `verify_trees_` works on, or one of `commit_`, whose rows are those of a path."""
+    """What a program of `verify_trees_` works on, or one of `commit_layers_`, whose rows are a path's."""
 
     rows: int
     key_dims: int
@@ -55,9 +57,10 @@ def choose_tiles(
 ) -> Tiles:
     """Tile sizes, from shapes alone.
 
-    heads_of_batch: B * H.  Few are spread over many programs; for many, less is done twice.  dtype: of q and
-    k.  Shared memory, 99 KiB a program on sm_86, bounds rows * key_dims * stages.  Registers bound the rest:
-    in bf16 nothing is spilt by 16 and 32 rows, 400 bytes a thread by 64 rows with 64 value dims.
+    heads_of_batch: B * H, in a commit Y * B * H.  Few are spread over many programs; for many, less is done
+    twice.  dtype: of q and k.  Shared memory, 99 KiB a program on sm_86, bounds rows * key_dims * stages.
+    Registers bound the rest: in bf16 little or nothing is spilt by 16 and 32 rows, up to 400 bytes a thread
+    by 64 rows with 64 value dims.
     """
     rows = max(_LEAST_TILE, triton.next_power_of_2(num_rows))
     has_many = heads_of_batch > 256 and dtype == torch.bfloat16
@@ -91,10 +94,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Kept:
-    """What committing any path needs of a layer's verified step; one set for each layer.
-
-    48 heads, 16 key heads, dims of 128 and 10240 channels in bf16 make 48 KiB a row, 24 of them u.
-    """
+    """What committing any path needs of a layer's verified step."""
 
     inputs_BRC: torch.Tensor
     """Before the convolution."""
@@ -105,8 +105,40 @@ class Kept:
     log_decay_BRH: torch.Tensor
     """fp32, each row's own."""
 
+    def of_batch(self, batch: int) -> "Kept":
+        """Views for the first `batch` requests."""
+        return Kept(
+            self.inputs_BRC[:batch],
+            self.key_BRJK[:batch],
+            self.corrected_BRHV[:batch],
+            self.log_decay_BRH[:batch],
+        )
+
+
+@dataclass(frozen=True)
+class KeptLayers:
+    """`Kept` of all layers.
+
+    48 heads, 16 key heads, dims of 128 and 10240 channels in bf16 make 48 KiB a row and layer, 24 of them u.
+    """
+
+    inputs_YBRC: torch.Tensor
+    key_YBRJK: torch.Tensor
+    corrected_YBRHV: torch.Tensor
+    log_decay_YBRH: torch.Tensor
+
+    def of_layer(self, layer: int) -> Kept:
+        """Views."""
+        return Kept(
+            self.inputs_YBRC[layer],
+            self.key_YBRJK[layer],
+            self.corrected_YBRHV[layer],
+            self.log_decay_YBRH[layer],
+        )
+
 
 def allocate_kept(
+    layers: int,
     batch: int,
     num_rows: int,
     channels: int,
@@ -115,13 +147,14 @@ def allocate_kept(
     key_dim: int,
     value_dim: int,
     like: torch.Tensor,
-) -> Kept:
-    """Uninitialised; like: any tensor of the inputs' dtype and device."""
-    return Kept(
-        inputs_BRC=like.new_empty(batch, num_rows, channels),
-        key_BRJK=like.new_empty(batch, num_rows, key_heads, key_dim),
-        corrected_BRHV=like.new_empty(batch, num_rows, heads, value_dim, dtype=torch.float32),
-        log_decay_BRH=like.new_empty(batch, num_rows, heads, dtype=torch.float32),
+) -> KeptLayers:
+    """Uninitialised; batch: the largest.  like: any tensor of the inputs' dtype and device."""
+    rows = layers, batch, num_rows
+    return KeptLayers(
+        inputs_YBRC=like.new_empty(*rows, channels),
+        key_YBRJK=like.new_empty(*rows, key_heads, key_dim),
+        corrected_YBRHV=like.new_empty(*rows, heads, value_dim, dtype=torch.float32),
+        log_decay_YBRH=like.new_empty(*rows, heads, dtype=torch.float32),
     )
 
 
@@ -216,9 +249,9 @@ def verify_trees_(
     assert heads % key_heads == 0, f"{heads} value heads for {key_heads} key heads"
     for dense in (rows.query_TJK, rows.key_TJK, rows.value_THV, outputs_THV, kept.key_BRJK):
         assert dense.stride(-1) == 1, f"a head's dimensions lie {dense.stride(-1)} apart, expected 1"
-    for dense in (kept.key_BRJK, kept.corrected_BRHV, kept.log_decay_BRH):
-        assert dense.is_contiguous(), f"what is kept has strides {dense.stride()}"
-        assert dense.shape[:2] == words_BR.shape, f"kept {dense.shape[:2]} for {words_BR.shape}"
+    for of_rows in (kept.key_BRJK, kept.corrected_BRHV, kept.log_decay_BRH):
+        assert of_rows[0].is_contiguous(), f"what is kept has strides {of_rows.stride()}"
+        assert of_rows.shape[:2] == words_BR.shape, f"kept {of_rows.shape[:2]} for {words_BR.shape}"
     tiles = choose_tiles(num_rows, batch * heads, key_dim, value_dim, rows.key_TJK.dtype)
     _verify_kernel[value_dim // tiles.value_dims, heads, batch](
         rows.query_TJK,
@@ -238,7 +271,6 @@ def verify_trees_(
         kept.corrected_BRHV,
         kept.log_decay_BRH,
         scale,
-        num_rows,
         *rows.query_TJK.stride()[:2],
         *rows.key_TJK.stride()[:2],
         *rows.value_THV.stride()[:2],
@@ -247,6 +279,9 @@ def verify_trees_(
         *state_SHVK.stride(),
         words_BR.stride(0),
         *outputs_THV.stride()[:2],
+        kept.key_BRJK.stride(0),
+        kept.corrected_BRHV.stride(0),
+        kept.log_decay_BRH.stride(0),
         HEADS_PER_KEY=heads // key_heads,
         KEY_DIM=key_dim,
         TILE_ROWS=tiles.rows,
@@ -258,55 +293,85 @@ def verify_trees_(
     )
 
 
-def commit_(
+def commit_layers_(
     path_BL: torch.Tensor,
     num_accepted_B: torch.Tensor,
-    placement: Placement,
-    kept: Kept,
-    state_SHVK: torch.Tensor,
-    conv_state_SCX: torch.Tensor,
+    num_rows_B: torch.Tensor,
+    slots_GB: torch.Tensor,
+    group_of_layer_Y: torch.Tensor,
+    kept: KeptLayers,
+    states: StackedCaches,
+    conv_states: StackedCaches,
 ) -> None:
-    """`serve.tree_gdn.commit_paths` and `commit_conv`, in place: the states after the accepted paths.
+    """`serve.tree_gdn.commit_paths` and `commit_conv` in every layer, in place and two launches.
 
-    path_BL, num_accepted_B: as `serve.tree_batch.WalkBatch`.  The states are those that were verified from.
+    path_BL, num_accepted_B: as `serve.tree_batch.WalkBatch`.  num_rows_B: as in `Placement`.  slots_GB: its
+    slots_B, by KV cache group.  kept: of at least B requests, of which the first B.  states, conv_states:
+    [S, H, V, K] and [S, C, X], those that were verified from; no two layers share the memory of a slot.
     """
-    batch, num_slots = path_BL.shape
-    heads, value_dim, key_dim = state_SHVK.shape[1:]
-    channels, num_columns = conv_state_SCX.shape[1:]
-    num_rows = kept.key_BRJK.shape[1]
-    tiles = choose_tiles(1 + num_slots, batch * heads, key_dim, value_dim, kept.key_BRJK.dtype)
-    _commit_state_kernel[value_dim // tiles.value_dims, heads, batch](
-        kept.key_BRJK,
-        kept.corrected_BRHV,
-        kept.log_decay_BRH,
-        path_BL,
-        num_accepted_B,
-        placement.num_rows_B,
-        placement.slots_B,
-        state_SHVK,
-        num_rows,
+    batch = len(path_BL)
+    num_layers, most = kept.key_YBRJK.shape[:2]
+    assert batch <= most, f"{batch} requests, kept are {most}"
+    for of_layers in (states.caches, conv_states.caches, group_of_layer_Y):
+        assert len(of_layers) == num_layers, f"{len(of_layers)} layers, kept are {num_layers}"
+    where = path_BL, num_accepted_B, num_rows_B, slots_GB, group_of_layer_Y
+    _commit_states(where, kept, states)
+    _commit_conv_states(where, kept, conv_states)
+
+
+def _commit_states(where: tuple[torch.Tensor, ...], kept: KeptLayers, states: StackedCaches) -> None:
+    path_BL, slots_GB = where[0], where[3]
+    batch, num_places = path_BL.shape
+    num_layers, _, _, key_heads, _ = kept.key_YBRJK.shape
+    _, heads, value_dim, key_dim = states.like.shape
+    for of_rows in (kept.key_YBRJK, kept.corrected_YBRHV, kept.log_decay_YBRH):
+        assert of_rows[0, 0].is_contiguous(), f"what is kept has strides {of_rows.stride()}"
+    num_programs = num_layers * batch * heads
+    tiles = choose_tiles(1 + num_places, num_programs, key_dim, value_dim, kept.key_YBRJK.dtype)
+    _commit_state_kernel[heads * (value_dim // tiles.value_dims), batch, num_layers](
+        states.like,
+        states.pointers_Y,
+        kept.key_YBRJK,
+        kept.corrected_YBRHV,
+        kept.log_decay_YBRH,
+        *where,
+        *states.like.stride(),
+        *kept.key_YBRJK.stride()[:2],
+        *kept.corrected_YBRHV.stride()[:2],
+        *kept.log_decay_YBRH.stride()[:2],
         *path_BL.stride(),
-        *state_SHVK.stride(),
-        HEADS_PER_KEY=heads // kept.key_BRJK.shape[2],
+        *slots_GB.stride(),
+        HEADS=heads,
+        HEADS_PER_KEY=heads // key_heads,
         KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        ALIGNMENT=states.alignment,
         TILE_PATH=tiles.rows,
         TILE_K=triton.next_power_of_2(key_dim),
         TILE_V=tiles.value_dims,
         DOT_TYPE=_dot_type(),
         num_warps=_COMMIT_WARPS,
     )
-    _commit_conv_kernel[triton.cdiv(channels, _COMMIT_CHANNELS), batch](
-        kept.inputs_BRC,
-        path_BL,
-        num_accepted_B,
-        placement.num_rows_B,
-        placement.slots_B,
-        conv_state_SCX,
+
+
+def _commit_conv_states(
+    where: tuple[torch.Tensor, ...], kept: KeptLayers, conv_states: StackedCaches
+) -> None:
+    path_BL, slots_GB = where[0], where[3]
+    _, channels, num_columns = conv_states.like.shape
+    grid = triton.cdiv(channels, _COMMIT_CHANNELS), len(path_BL), len(kept.inputs_YBRC)
+    _commit_conv_kernel[grid](
+        conv_states.like,
+        conv_states.pointers_Y,
+        kept.inputs_YBRC,
+        *where,
         channels,
-        *kept.inputs_BRC.stride(),
+        *conv_states.like.stride(),
+        *kept.inputs_YBRC.stride(),
         *path_BL.stride(),
-        *conv_state_SCX.stride(),
+        *slots_GB.stride(),
         COLUMNS=num_columns,
+        ALIGNMENT=conv_states.alignment,
         TILE_COLUMNS=triton.next_power_of_2(num_columns),
         TILE_CHANNELS=_COMMIT_CHANNELS,
     )
@@ -411,7 +476,6 @@ def _verify_kernel(
     kept_corrected: tl.tensor,
     kept_log_decay: tl.tensor,
     scale: float,
-    most_rows: int,
     query_row_stride: int,
     query_head_stride: int,
     key_row_stride: int,
@@ -429,6 +493,9 @@ def _verify_kernel(
     words_stride: int,
     output_row_stride: int,
     output_head_stride: int,
+    kept_key_stride: int,
+    kept_corrected_stride: int,
+    kept_log_decay_stride: int,
     HEADS_PER_KEY: tl.constexpr,
     KEY_DIM: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -487,19 +554,22 @@ def _verify_kernel(
     outputs += at[:, None] * output_row_stride + head * output_head_stride + value_dim[None, :]
     tl.store(outputs, result.to(outputs.dtype.element_ty), mask=is_row[:, None])
 
-    kept_at = request * most_rows + row
-    kept_value = (kept_at[:, None] * num_heads + head) * (tl.num_programs(0) * TILE_V) + value_dim[None, :]
-    corrected = corrected.to(kept_corrected.dtype.element_ty)
-    tl.store(kept_corrected + kept_value, corrected, mask=is_row[:, None])
+    kept_corrected += request * kept_corrected_stride + value_dim[None, :]
+    kept_corrected += (row * num_heads + head)[:, None] * (tl.num_programs(0) * TILE_V)
+    tl.store(kept_corrected, corrected.to(kept_corrected.dtype.element_ty), mask=is_row[:, None])
     if tl.program_id(0) == 0:
-        tl.store(kept_log_decay + kept_at * num_heads + head, log_decay, mask=is_row)
+        kept_rows = kept_log_decay + request * kept_log_decay_stride + row * num_heads
+        tl.store(kept_rows + head, log_decay, mask=is_row)
         if head % HEADS_PER_KEY == 0:
-            kept_rows = kept_key + (kept_at[:, None] * (num_heads // HEADS_PER_KEY) + key_head) * KEY_DIM
-            _copy_rows(key, kept_rows, is_row, KEY_DIM, TILE_K)
+            kept_key_rows = kept_key + request * kept_key_stride + key_head * KEY_DIM
+            kept_key_rows += row[:, None] * (num_heads // HEADS_PER_KEY * KEY_DIM)
+            _copy_rows(key, kept_key_rows, is_row, KEY_DIM, TILE_K)
 
 
 @triton.jit
 def _commit_state_kernel(
+    like: tl.tensor,
+    pointers: tl.tensor,
     kept_key: tl.tensor,
     kept_corrected: tl.tensor,
     kept_log_decay: tl.tensor,
@@ -507,46 +577,58 @@ def _commit_state_kernel(
     accepted_counts: tl.tensor,
     row_counts: tl.tensor,
     slots: tl.tensor,
-    state: tl.tensor,
-    most_rows: int,
-    path_request_stride: int,
-    path_slot_stride: int,
+    groups: tl.tensor,
     state_slot_stride: int,
     state_head_stride: int,
     state_value_stride: int,
     state_key_stride: int,
+    key_layer_stride: int,
+    key_request_stride: int,
+    corrected_layer_stride: int,
+    corrected_request_stride: int,
+    log_decay_layer_stride: int,
+    log_decay_request_stride: int,
+    path_request_stride: int,
+    path_place_stride: int,
+    slots_group_stride: int,
+    slots_request_stride: int,
+    HEADS: tl.constexpr,
     HEADS_PER_KEY: tl.constexpr,
     KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     TILE_PATH: tl.constexpr,
     TILE_K: tl.constexpr,
     TILE_V: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ) -> None:
-    """One program a request, value head and TILE_V of its value dims."""
-    request = tl.program_id(2).to(tl.int64)
-    slot = tl.load(slots + request).to(tl.int64)
+    """One program a layer, request, value head and TILE_V of its value dims."""
+    request, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    group = tl.load(groups + layer).to(tl.int64)
+    slot = tl.load(slots + group * slots_group_stride + request * slots_request_stride).to(tl.int64)
     if slot < 0 or tl.load(row_counts + request) <= 0:
         return
-    head, num_heads = tl.program_id(1), tl.num_programs(1)
+    state = tl.multiple_of(tl.load(pointers + layer).to(like.dtype), ALIGNMENT)
+    head, part = tl.program_id(0) // (VALUE_DIM // TILE_V), tl.program_id(0) % (VALUE_DIM // TILE_V)
     step = tl.arange(0, TILE_PATH)
     is_on = step <= tl.load(accepted_counts + request)
-    node = path + request * path_request_stride + (step - 1) * path_slot_stride
-    row = tl.load(node, mask=is_on & (step > 0), other=-1).to(tl.int64) + 1
-    kept_at = request * most_rows + row
-    value_dim = tl.program_id(0) * TILE_V + tl.arange(0, TILE_V)
+    node = path + request * path_request_stride + (step - 1) * path_place_stride
+    row = tl.load(node, mask=is_on & (step > 0), other=-1).to(tl.int32) + 1
+    value_dim = part * TILE_V + tl.arange(0, TILE_V)
     dim = tl.arange(0, TILE_K)
     is_dim = (dim < KEY_DIM)[None, :]
 
     state += slot * state_slot_stride + head * state_head_stride
     state += value_dim[:, None] * state_value_stride + dim[None, :] * state_key_stride
     before = tl.load(state, mask=is_dim, other=0.0).to(tl.float32)
-    at_key = (kept_at * (num_heads // HEADS_PER_KEY) + head // HEADS_PER_KEY) * KEY_DIM
-    key = tl.load(kept_key + at_key[:, None] + dim[None, :], mask=is_on[:, None] & is_dim, other=0.0)
-    at_value = (kept_at * num_heads + head) * (tl.num_programs(0) * TILE_V)
-    corrected = tl.load(
-        kept_corrected + at_value[:, None] + value_dim[None, :], mask=is_on[:, None], other=0.0
-    )
-    log_decay = tl.load(kept_log_decay + kept_at * num_heads + head, mask=is_on, other=0.0)
+    kept_key += layer * key_layer_stride + request * key_request_stride
+    kept_key += (row * (HEADS // HEADS_PER_KEY) + head // HEADS_PER_KEY)[:, None] * KEY_DIM + dim[None, :]
+    key = tl.load(kept_key, mask=is_on[:, None] & is_dim, other=0.0)
+    kept_corrected += layer * corrected_layer_stride + request * corrected_request_stride
+    kept_corrected += (row * HEADS + head)[:, None] * VALUE_DIM + value_dim[None, :]
+    corrected = tl.load(kept_corrected, mask=is_on[:, None], other=0.0)
+    kept_log_decay += layer * log_decay_layer_stride + request * log_decay_request_stride
+    log_decay = tl.load(kept_log_decay + row * HEADS + head, mask=is_on, other=0.0)
 
     key = _bf16_or_fp32(key)
     later = tl.sum(tl.where(step[:, None] < step[None, :], log_decay[None, :], 0.0), axis=1)
@@ -558,47 +640,54 @@ def _commit_state_kernel(
 
 @triton.jit
 def _commit_conv_kernel(
+    like: tl.tensor,
+    pointers: tl.tensor,
     kept_inputs: tl.tensor,
     path: tl.tensor,
     accepted_counts: tl.tensor,
     row_counts: tl.tensor,
     slots: tl.tensor,
-    conv_state: tl.tensor,
+    groups: tl.tensor,
     num_channels: int,
+    state_slot_stride: int,
+    state_channel_stride: int,
+    state_column_stride: int,
+    kept_layer_stride: int,
     kept_request_stride: int,
     kept_row_stride: int,
     kept_channel_stride: int,
     path_request_stride: int,
-    path_slot_stride: int,
-    state_slot_stride: int,
-    state_channel_stride: int,
-    state_column_stride: int,
+    path_place_stride: int,
+    slots_group_stride: int,
+    slots_request_stride: int,
     COLUMNS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     TILE_CHANNELS: tl.constexpr,
 ) -> None:
-    """One program a request and TILE_CHANNELS channels."""
-    request = tl.program_id(1).to(tl.int64)
-    slot = tl.load(slots + request).to(tl.int64)
+    """One program a layer, request and TILE_CHANNELS channels."""
+    request, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    group = tl.load(groups + layer).to(tl.int64)
+    slot = tl.load(slots + group * slots_group_stride + request * slots_request_stride).to(tl.int64)
     if slot < 0 or tl.load(row_counts + request) <= 0:
         return
+    conv_state = tl.multiple_of(tl.load(pointers + layer).to(like.dtype), ALIGNMENT)
     channel = tl.program_id(0) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
     column = tl.arange(0, TILE_COLUMNS)
     inside = (column < COLUMNS)[:, None] & (channel < num_channels)[None, :]
     # in the line of the old columns, the committed token and the accepted nodes
     at = column + 1 + tl.load(accepted_counts + request).to(tl.int32)
     is_old, is_node = at < COLUMNS, at > COLUMNS
-    node = path + request * path_request_stride + (at - COLUMNS - 1) * path_slot_stride
-    row = tl.load(node, mask=is_node & (column < COLUMNS), other=-1) + 1
+    node = path + request * path_request_stride + (at - COLUMNS - 1) * path_place_stride
+    row = tl.load(node, mask=is_node & (column < COLUMNS), other=-1).to(tl.int32) + 1
 
     conv_state += slot * state_slot_stride + channel[None, :] * state_channel_stride
-    kept_inputs += request * kept_request_stride + channel[None, :] * kept_channel_stride
+    kept_inputs += layer * kept_layer_stride + request * kept_request_stride
+    kept_inputs += row[:, None] * kept_row_stride + channel[None, :] * kept_channel_stride
     old = tl.load(
         conv_state + at[:, None] * state_column_stride, mask=inside & is_old[:, None], other=0.0
     ).to(tl.float32)
-    new = tl.load(
-        kept_inputs + row[:, None] * kept_row_stride, mask=inside & (at >= COLUMNS)[:, None], other=0.0
-    ).to(tl.float32)
+    new = tl.load(kept_inputs, mask=inside & (at >= COLUMNS)[:, None], other=0.0).to(tl.float32)
     line = tl.where(is_old[:, None], old, new)
     tl.debug_barrier()  # columns move: all are read before one is written
     at_column = column[:, None] * state_column_stride

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from serve.tree_batch import Topology, WalkBatch, see_ancestors
+from serve.tree_batch import Topology, TreeBatch, WalkBatch, see_ancestors
 
 
 class TreeSlots:
@@ -22,22 +22,33 @@ class TreeSlots:
 
     def __init__(self, num_slots: int, budget: int, device: torch.device) -> None:
         chain_N = torch.arange(budget, device=device)
-        self._parents_SN = (chain_N - 1).repeat(num_slots, 1)
-        self._depths_SN = (chain_N + 1).repeat(num_slots, 1)
-        self._num_nodes_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        with_spare = num_slots + 1  # what is planted in slot -1, a graph's padding, is nobody's
+        self.planted = Topology(
+            (chain_N - 1).repeat(with_spare, 1),
+            (chain_N + 1).repeat(with_spare, 1),
+            torch.zeros(with_spare, dtype=torch.int64, device=device),
+        )
+        """By request slot."""
 
     def plant(self, slots_B: torch.Tensor, trees: Topology) -> None:
-        self._parents_SN[slots_B] = trees.parents_BN
-        self._depths_SN[slots_B] = trees.depths_BN
-        self._num_nodes_S[slots_B] = trees.num_nodes_B
+        self.planted.parents_BN[slots_B] = trees.parents_BN
+        self.planted.depths_BN[slots_B] = trees.depths_BN
+        self.planted.num_nodes_B[slots_B] = trees.num_nodes_B
 
     def read(self, slots_B: torch.Tensor, num_drafts_B: torch.Tensor) -> Topology:
         """Cut to the drafts that were scheduled: any prefix of a tree is one."""
         return Topology(
-            self._parents_SN[slots_B],
-            self._depths_SN[slots_B],
-            torch.minimum(self._num_nodes_S[slots_B], num_drafts_B),
+            self.planted.parents_BN[slots_B],
+            self.planted.depths_BN[slots_B],
+            torch.minimum(self.planted.num_nodes_B[slots_B], num_drafts_B),
         )
+
+
+def tokens_of(trees: TreeBatch, candidates_BLC: torch.Tensor) -> torch.Tensor:
+    """The nodes' tokens, of those that the trees' candidates stand for. [B, N]"""
+    slots_BN = (trees.depths_BN - 1).clamp(min=0)
+    of_slot_BNC = candidates_BLC.gather(1, slots_BN[:, :, None].expand(-1, -1, candidates_BLC.shape[2]))
+    return of_slot_BNC.gather(2, trees.candidates_BN[:, :, None])[:, :, 0]
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,16 @@ import torch
 from serve import tree_gdn
 from serve.tree_attention import pack_sees
 from serve.tree_batch import TreeBatch, grow_trees, see_ancestors
+from serve.tree_cache_kernels import stack_caches
 from serve.tree_gdn import GdnRows, compute_gates
 from serve.tree_gdn_kernels import (
     GateWeights,
     Kept,
+    KeptLayers,
     Placement,
     Projected,
     allocate_kept,
-    commit_,
+    commit_layers_,
     convolve_trees_,
     verify_trees_,
 )
@@ -126,11 +128,15 @@ def place(generator: torch.Generator, case: Case) -> Placement:
     return Placement(*(x.to(DEVICE) for x in (first_row_B, num_rows_B, slots_B.int())))
 
 
-def draw(case: Case, seed: int = 0) -> Drawn:
-    """Keys of a common direction, so that tokens correct one another; decays from none to nearly all."""
+def draw(case: Case, seed: int = 0, layer: int = 0) -> Drawn:
+    """Keys of a common direction, so that tokens correct one another; decays from none to nearly all.
+
+    Layers of a seed have the same trees in the same places.
+    """
     generator = torch.Generator().manual_seed(seed)
     trees = draw_trees(generator, case.batch, case.rows - 1)
     placement = place(generator, case)
+    generator.manual_seed(seed + 100 * layer)
     num_rows, num_slots = case.batch * (case.rows + 2) + 3, case.batch + 2
 
     def normal(*shape: int) -> torch.Tensor:
@@ -176,8 +182,13 @@ def draw(case: Case, seed: int = 0) -> Drawn:
 
 
 def keep(case: Case, drawn: Drawn) -> Kept:
+    return keep_layers(case, drawn, layers=1, batch=case.batch).of_layer(0)
+
+
+def keep_layers(case: Case, drawn: Drawn, layers: int, batch: int) -> KeptLayers:
     kept = allocate_kept(
-        case.batch,
+        layers,
+        batch,
         case.rows,
         case.channels,
         case.key_heads,
@@ -275,11 +286,43 @@ def walk_down(paths: list[list[int]], lengths: list[int]) -> Walk:
 
 def commit(drawn: Drawn, kept: Kept, walk: Walk) -> tuple[torch.Tensor, torch.Tensor]:
     """All slots after a step: recurrent state and conv state, the latter in its own layout."""
-    state_SHVK = drawn.state_SHVK.clone()
-    conv_state_SCX = drawn.conv_state_SCX.clone(memory_format=torch.preserve_format)
-    assert conv_state_SCX.stride() == drawn.conv_state_SCX.stride()
-    commit_(walk.path_BL, walk.num_accepted_B, drawn.placement, kept, state_SHVK, conv_state_SCX)
-    return state_SHVK, conv_state_SCX
+    kept_layers = KeptLayers(*(each[None] for each in vars(kept).values()))
+    return commit_all([drawn], [0], kept_layers, walk)[0]
+
+
+def commit_all(
+    layers: list[Drawn], groups: list[int], kept: KeptLayers, walk: Walk
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    states = [layer.state_SHVK.clone() for layer in layers]
+    conv_states = [layer.conv_state_SCX.clone(memory_format=torch.preserve_format) for layer in layers]
+    assert conv_states[0].stride() == layers[0].conv_state_SCX.stride()
+    slots_of_group = {group: layer.placement.slots_B for group, layer in zip(groups, layers, strict=True)}
+    commit_layers_(
+        walk.path_BL,
+        walk.num_accepted_B,
+        layers[0].placement.num_rows_B,
+        torch.stack([slots_of_group[group] for group in sorted(slots_of_group)]),
+        torch.tensor(groups, device=DEVICE),
+        kept,
+        stack_caches(states),
+        stack_caches(conv_states),
+    )
+    return list(zip(states, conv_states, strict=True))
+
+
+def draw_layers(case: Case, groups: list[int], seed: int = 0) -> list[Drawn]:
+    """A step of many layers; a request's slot is another one in each group."""
+    layers = [draw(case, seed, layer) for layer in range(len(groups))]
+    slots_B, num_slots = layers[0].placement.slots_B, case.batch + 2
+    return [
+        replace(
+            layer,
+            placement=replace(
+                layers[0].placement, slots_B=((slots_B + group) % num_slots).where(slots_B >= 0, -1)
+            ),
+        )
+        for group, layer in zip(groups, layers, strict=True)
+    ]
 
 
 def specify_commit(
@@ -322,6 +365,27 @@ def test_every_accepted_length_commits_what_the_specification_commits(case):
             state, conv_state = specify_commit(case, drawn, walk, request, rows, slot)
             assert error(state_SHVK[slot], state) < bound
             assert torch.equal(conv_state_SCX[slot], conv_state)
+
+
+@pytest.mark.parametrize("case", [SOME, CASES[4]], ids=str)
+def test_layers_of_many_groups_are_committed_at_once_as_each_alone(case):
+    """From what is kept for more requests than there are."""
+    groups = [2, 0, 1, 0]
+    layers = draw_layers(case, groups)
+    kept = keep_layers(case, layers[0], layers=len(groups), batch=case.batch + 2)
+    generator = torch.Generator().manual_seed(0)
+    for each in vars(kept).values():
+        each.copy_(-torch.rand(each.shape, generator=generator))
+    paths = deepest_paths(layers[0])
+    walk = walk_down(paths, [len(path) for path in paths])
+    at_once = commit_all(layers, groups, kept, walk)
+    for number, (layer, found) in enumerate(zip(layers, at_once, strict=True)):
+        assert layer.live != layers[number - 1].live  # they have other slots
+        alone = commit(layer, kept.of_layer(number).of_batch(case.batch), walk)
+        before = layer.state_SHVK, layer.conv_state_SCX
+        for mine, expected, old in zip(found, alone, before, strict=True):
+            assert torch.equal(mine, expected)
+            assert not torch.equal(mine, old)
 
 
 def test_a_chain_is_committed_down_to_its_last_node():
@@ -473,62 +537,78 @@ def test_a_wrong_path_is_noticed(wrong):
 
 @pytest.mark.skipif(not IS_CUDA, reason="needs a GPU")
 @pytest.mark.parametrize("rows", [16, 64])
-def test_a_graph_replays_the_step_of_a_large_layer_with_other_trees(rows):
-    case = Case(rows, 5, 16, 48, 128, 128, BF, FP)
-    drawn, other = draw(case, seed=1), draw(case, seed=2)
-    kept = keep(case, drawn)
-    words_BR = pack_sees(drawn.sees_BRR)
-    convolved_TC = torch.empty_like(drawn.inputs_TC)
-    outputs_THV = torch.empty_like(drawn.rows.value_THV)
+def test_a_graph_replays_the_step_of_large_layers_with_other_trees(rows):
+    case, groups = Case(rows, 5, 16, 48, 128, 128, BF, FP), [1, 0]
+    layers, others = draw_layers(case, groups, seed=1), draw_layers(case, groups, seed=2)
+    kept = keep_layers(case, layers[0], layers=2, batch=case.batch + 2)
+    words_BR = pack_sees(layers[0].sees_BRR)
+    convolved_TC = torch.empty_like(layers[0].inputs_TC)
+    outputs_YTHV = [torch.empty_like(layer.rows.value_THV) for layer in layers]
     walk = walk_down([[]] * case.batch, [0] * case.batch)
+    group_of_layer_Y = torch.tensor(groups, device=DEVICE)
+    states = stack_caches([layer.state_SHVK for layer in layers])
+    conv_states = stack_caches([layer.conv_state_SCX for layer in layers])
 
     def step() -> None:
-        convolve_trees_(
-            drawn.inputs_TC,
-            drawn.conv_state_SCX,
-            drawn.weight_CW,
-            None,
-            drawn.trees.parents_BN,
-            drawn.placement,
-            convolved_TC,
+        for number, layer in enumerate(layers):
+            own = kept.of_layer(number).of_batch(case.batch)
+            convolve_trees_(
+                layer.inputs_TC,
+                layer.conv_state_SCX,
+                layer.weight_CW,
+                None,
+                layer.trees.parents_BN,
+                layer.placement,
+                convolved_TC,
+                own,
+            )
+            verify_trees_(
+                layer.rows,
+                layer.gate_weights,
+                layer.state_SHVK,
+                words_BR,
+                layer.placement,
+                case.scale,
+                outputs_YTHV[number],
+                own,
+            )
+        commit_layers_(
+            walk.path_BL,
+            walk.num_accepted_B,
+            layers[0].placement.num_rows_B,
+            torch.stack([layers[1].placement.slots_B, layers[0].placement.slots_B]),
+            group_of_layer_Y,
             kept,
-        )
-        verify_trees_(
-            drawn.rows,
-            drawn.gate_weights,
-            drawn.state_SHVK,
-            words_BR,
-            drawn.placement,
-            case.scale,
-            outputs_THV,
-            kept,
-        )
-        commit_(
-            walk.path_BL, walk.num_accepted_B, drawn.placement, kept, drawn.state_SHVK, drawn.conv_state_SCX
+            states,
+            conv_states,
         )
 
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    copy_into(drawn, other)
-    words_BR.copy_(pack_sees(other.sees_BRR))
-    paths = deepest_paths(other)
-    for mine, new in zip(
-        vars(walk).values(), vars(walk_down(paths, list(map(len, paths)))).values(), strict=True
-    ):
-        mine.copy_(new)
+    copy_all(layers, others)
+    words_BR.copy_(pack_sees(others[0].sees_BRR))
+    paths = deepest_paths(others[0])
+    copy_into(walk, walk_down(paths, [len(path) for path in paths]))
     graph.replay()
-    for request, rows_of_request, slot in other.live:
-        expected = specify(case, other, request, rows_of_request, slot)
-        assert error(outputs_THV[rows_of_request], expected.outputs_BRHV[0]) < BF16
-        state, conv_state = specify_commit(case, other, walk, request, rows_of_request, slot)
-        assert error(drawn.state_SHVK[slot], state) < FP32
-        assert torch.equal(drawn.conv_state_SCX[slot], conv_state)
-    once = outputs_THV.clone()
-    copy_into(drawn, other)
+    for layer, other, outputs_THV in zip(layers, others, outputs_YTHV, strict=True):
+        for request, rows_of_request, slot in other.live:
+            expected = specify(case, other, request, rows_of_request, slot)
+            assert error(outputs_THV[rows_of_request], expected.outputs_BRHV[0]) < BF16
+            state, conv_state = specify_commit(case, other, walk, request, rows_of_request, slot)
+            assert error(layer.state_SHVK[slot], state) < FP32
+            assert torch.equal(layer.conv_state_SCX[slot], conv_state)
+    once = [outputs_THV.clone() for outputs_THV in outputs_YTHV]
+    copy_all(layers, others)
     graph.replay()
-    assert torch.equal(outputs_THV.nan_to_num(), once.nan_to_num())
+    for outputs_THV, before in zip(outputs_YTHV, once, strict=True):
+        assert torch.equal(outputs_THV.nan_to_num(), before.nan_to_num())
+
+
+def copy_all(layers: list[Drawn], others: list[Drawn]) -> None:
+    for mine, new in zip(layers, others, strict=True):
+        copy_into(mine, new)
 
 
 def copy_into(drawn: object, other: object) -> None:
@@ -550,9 +630,10 @@ from serve import tree_gdn_kernels as kernels
 
 WIDE = ("state", "a_log", "kept_corrected", "kept_log_decay")
 INTEGERS = ("parents", "first_rows", "row_counts", "slots", "words", "path", "accepted_counts")
+INTEGERS += ("pointers", "groups")
 
 def type_of(name, narrow):
-    if name.endswith("stride") or name in ("num_channels", "most_rows"):
+    if name.endswith("stride") or name == "num_channels":
         return "i32"
     if name == "scale":
         return "fp32"
@@ -580,11 +661,11 @@ for capability in (86, 90):
         )
         is_narrow = dtype == torch.bfloat16
         print(shared_bytes(kernels._verify_kernel, capability, tiles.warps, is_narrow, **layer, **sizes))
-    sizes = dict(TILE_PATH=32, TILE_V=64, TILE_K=128)
+    sizes = dict(HEADS=48, VALUE_DIM=128, ALIGNMENT=16, TILE_PATH=64, TILE_V=64, TILE_K=128)
     print(shared_bytes(kernels._commit_state_kernel, capability, 4, True, **layer, **sizes))
     sizes = dict(TAPS=4, COLUMNS=3, USE_SILU=True, TILE_ROWS=8, TILE_CHANNELS=128)
     print(shared_bytes(kernels._convolve_kernel, capability, 4, True, **sizes))
-    sizes = dict(COLUMNS=3, TILE_COLUMNS=4, TILE_CHANNELS=256)
+    sizes = dict(COLUMNS=3, ALIGNMENT=16, TILE_COLUMNS=4, TILE_CHANNELS=256)
     print(shared_bytes(kernels._commit_conv_kernel, capability, 4, True, **sizes))
 """
 

@@ -241,8 +241,8 @@ def test_prompts_were_computed_in_chunks_beside_trees_and_trees_were_cut(dense, 
 # The caches
 
 
-def hold_equal_states(told: Told, part: str) -> None:
-    assert set(told.states) == set(told.fresh_states) == set(range(5))
+def hold_equal_states(told: Told, part: str, num_requests: int = 5) -> None:
+    assert set(told.states) == set(told.fresh_states) == set(range(num_requests))
     for request, kept in told.states.items():
         fresh = told.fresh_states[request]
         assert kept.token_ids == fresh.token_ids

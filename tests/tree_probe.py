@@ -27,7 +27,7 @@ import torch
 from recipes.schema import Serve, Target
 from serve.engine import child_environment, engine_arguments
 from serve.tree import ROOT
-from serve.tree_batch import Topology
+from serve.tree_batch import TreeBatch
 from serve.tree_slots import StepTrees
 
 Drafts = Literal["own", "lifted", "oracle"]
@@ -74,6 +74,8 @@ class Spec:
     serve: dict[str, int] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
     """Arguments that a recipe does not have."""
+    has_gpu_runtime: bool = False
+    """On a CPU: what a GPU runs, its kernels interpreted (gpu_runtime_on_cpu.py)."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,10 @@ def main(folder: Path) -> None:
 def run_engine(spec: Spec) -> dict[str, Told]:
     from vllm import LLM  # noqa: PLC0415 - it reads the environment
 
+    if spec.has_gpu_runtime:
+        import gpu_runtime_on_cpu  # noqa: PLC0415 - it imports vLLM
+
+        gpu_runtime_on_cpu.install()
     settings = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256, "enforce_eager": True}
     arguments = engine_arguments(
         Target(model=spec.target, dtype="float32"),
@@ -315,16 +321,16 @@ class Watch:
     def _planting(self, plant: Callable) -> Callable:
         runtime = self._speculator.runtime
 
-        def planting(batch: Any, trees: Any, tokens_BN: Any, chain_BL: Any) -> torch.Tensor:
-            slots = batch.idx_mapping.tolist()
+        def planting(slots_B: Any, trees: Any, candidates_BLC: Any) -> torch.Tensor:
+            slots = slots_B.tolist()
             if self._given.drafts == "oracle":
                 hidden = [
                     hide_text(self._rng, self._rest_of(slot), runtime.budget, runtime.num_slots)
                     for slot in slots
                 ]
-                trees, tokens_BN, chain_BL = as_tensors(hidden)
-            tokens_BN = plant(batch, trees, tokens_BN, chain_BL)
-            read = runtime.trees_at(batch.idx_mapping, torch.full((len(slots),), runtime.budget))
+                trees, candidates_BLC = as_tensors(hidden)
+            tokens_BN = plant(slots_B, trees, candidates_BLC)
+            read = runtime.trees_at(slots_B, torch.full((len(slots),), runtime.budget))
             rows = zip(
                 slots, read.num_nodes_B.tolist(), read.parents_BN.tolist(), tokens_BN.tolist(), strict=True
             )
@@ -411,18 +417,19 @@ def draw_token(rng: random.Random, forbidden: set[int]) -> int:
     return next(token for token in iter(lambda: rng.randrange(1, 290), None) if token not in forbidden)
 
 
-def as_tensors(hidden: list[HiddenText]) -> tuple[Topology, torch.Tensor, torch.Tensor]:
-    """Trees, tokens [B, N], chains [B, L]."""
-    trees = Topology(
-        torch.tensor([each.parents for each in hidden]),
-        torch.tensor([each.depths for each in hidden]),
-        torch.tensor([len(each.parents) for each in hidden]),
+def as_tensors(hidden: list[HiddenText]) -> tuple[TreeBatch, torch.Tensor]:
+    """Trees, and the tokens of their candidates: first the chain's, then each node's own. [B, L, 1 + N]"""
+    trees = TreeBatch(
+        parents_BN=torch.tensor([each.parents for each in hidden]),
+        depths_BN=torch.tensor([each.depths for each in hidden]),
+        num_nodes_B=torch.tensor([len(each.parents) for each in hidden]),
+        candidates_BN=torch.tensor([range(1, 1 + len(each.parents)) for each in hidden]),
+        scores_BN=torch.zeros(len(hidden), len(hidden[0].parents)),
     )
-    return (
-        trees,
-        torch.tensor([each.tokens for each in hidden]),
-        torch.tensor([each.chain for each in hidden]),
-    )
+    candidates = [
+        [[first, *each.tokens] for first in each.chain] for each in hidden
+    ]  # a node is at its own depth alone
+    return trees, torch.tensor(candidates)
 
 
 def lift(logits_V: torch.Tensor, token: int, rank: int | None) -> None:
@@ -484,7 +491,7 @@ def breakages(control: Control, runner: Any) -> Iterator[tuple[Any, str, Callabl
         return
     runtime = runner.speculator.runtime
     if control == "no compaction":
-        yield runtime, "tidy_caches", lambda _caches: None
+        yield runtime, "tidy_caches", lambda _step: None
     elif control == "no depth positions":
         yield StepTrees, "move_positions", lambda _trees, positions: positions
     elif control == "no permutation of tap states":
@@ -494,7 +501,7 @@ def breakages(control: Control, runner: Any) -> Iterator[tuple[Any, str, Callabl
     elif control == "no chain for penalties":
         yield runtime, "admit", admit_to_trees(runtime.admit)
     elif control == "no recurrent commit":
-        for layer in runner.model_state.recurrent_layers:
+        for layer in runtime.recurrent_layers:
             yield layer, "commit", commit_none(layer.commit)
 
 

@@ -72,26 +72,38 @@ TREE_SIGNATURES: Mapping[str, Parameters] = {
     ),
     f"{_STATE}.custom_sampler": ("self", "sampler"),
 }
-_CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl"
 _GDN_LAYER = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention"
-_REGISTRY = "vllm.v1.attention.backends.registry:register_backend"
-CPU_TREE_SIGNATURES: Mapping[str, Parameters] = {
-    f"{_CPU_ATTENTION}.forward": (
-        *("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale"),
-        "output_block_scale",
-    ),
-    f"{_CPU_ATTENTION}.do_kv_cache_update": (*("self", "layer", "key", "value", "kv_cache", "slot_mapping"),),
-    f"{_GDN_LAYER}.forward_cpu": ("self", "hidden_states"),
+_LAYER_SIGNATURES: dict[str, Parameters] = {
     f"{_GDN_LAYER}.get_state_shape": ("self",),
-    f"{_GDN_LAYER}._output_projection": ("self", "core_attn_out", "z"),
     "vllm.model_executor.layers.mamba.abstract:MambaBase.get_kv_cache_spec": ("self", "vllm_config"),
-    "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_unpacked_conv_weight": ("layer",),
     "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadataBuilder.build": (
         *("self", "common_prefix_len", "common_attn_metadata", "num_accepted_tokens"),
         *("num_decode_draft_tokens_cpu", "fast_build"),
     ),
     "vllm.model_executor.custom_op:PluggableLayer.register_oot": ("_decorated_layer_cls", "name"),
-    _REGISTRY: ("backend", "class_path", "is_mamba"),
+    "vllm.v1.attention.backends.registry:register_backend": ("backend", "class_path", "is_mamba"),
+}
+_FORWARD = (
+    *("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale"),
+    "output_block_scale",
+)
+_CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl"
+CPU_TREE_SIGNATURES: Mapping[str, Parameters] = _LAYER_SIGNATURES | {
+    f"{_CPU_ATTENTION}.forward": _FORWARD,
+    f"{_CPU_ATTENTION}.do_kv_cache_update": (*("self", "layer", "key", "value", "kv_cache", "slot_mapping"),),
+    f"{_GDN_LAYER}.forward_cpu": ("self", "hidden_states"),
+    f"{_GDN_LAYER}._output_projection": ("self", "core_attn_out", "z"),
+    "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_unpacked_conv_weight": ("layer",),
+}
+CUDA_TREE_SIGNATURES: Mapping[str, Parameters] = _LAYER_SIGNATURES | {
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward": _FORWARD,
+    f"{_GDN_LAYER}._forward_core": ("self", "mixed_qkv", "b", "a", "core_attn_out"),
+    f"{_SPECULATOR}._num_graph_context_tokens": ("self", "num_reqs"),
+    f"{_STATE}.prepare_dummy_inputs": ("self", "num_reqs", "num_tokens"),
+    # requests with drafts come first
+    "vllm.v1.worker.gpu.model_runner:sort_batch_req_ids": (
+        *("num_tokens_per_req", "draft_tokens", "decode_query_len"),
+    ),
 }
 # Read, never called: a missing one would otherwise fail in the middle of a step.
 CAPTURE_FIELDS: Mapping[str, Parameters] = {

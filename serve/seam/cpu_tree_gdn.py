@@ -8,7 +8,7 @@ state slot for each draft.  All rows are computed here, trees and ordinary ones,
 # B=requests with a tree  R=rows of one, padded  T=rows of the step  C=convolved channels  H=value heads
 # K=key dim  V=value dim  X=conv state columns
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise, starmap
 from typing import Any
 
@@ -16,11 +16,11 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
-from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _unpacked_conv_weight
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
 
+from serve.seam.gdn_slots import OneStateSlot
 from serve.tree_batch import WalkBatch
 from serve.tree_gdn import (
     GdnRows,
@@ -57,24 +57,10 @@ class _Pending:
     conv_inputs_BRC: torch.Tensor
 
 
-class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
+class TreeGatedDeltaNet(OneStateSlot, QwenGatedDeltaNetAttention):
     """One state slot a request, whatever the tree's size."""
 
     _pending: _Pending | None = None
-
-    def get_state_shape(self) -> Any:
-        return MambaStateShapeCalculator.gated_delta_net_state_shape(
-            self.tp_size,
-            self.num_k_heads,
-            self.num_v_heads,
-            self.head_k_dim,
-            self.head_v_dim,
-            self.conv_kernel_size,
-            0,
-        )
-
-    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        return replace(super().get_kv_cache_spec(vllm_config), num_speculative_blocks=0)
 
     def forward_cpu(self, hidden_states: torch.Tensor) -> torch.Tensor:
         projected, _ = self.in_proj_qkvz(hidden_states)

@@ -6,14 +6,14 @@ to another (a dummy run's, say) is not ours.
 
 # B=requests  N=nodes  L=slots
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from serve.tree_batch import Topology, WalkBatch
-from serve.tree_slots import PathRows, StepTrees, TreeSlots, begin_step, path_rows, tidy_rows
+from serve.tree_batch import Topology, TreeBatch, WalkBatch, grow_trees
+from serve.tree_slots import PathRows, TreeSlots, begin_step, path_rows, tidy_rows, tokens_of
 
 
 @runtime_checkable
@@ -25,10 +25,12 @@ class RecurrentLayer(Protocol):
 
 
 @dataclass
-class _Step:
+class Step:
+    """One of the engine's, from its beginning to its commit."""
+
     input_batch: Any
-    trees: StepTrees | None
-    """None where no draft was scheduled."""
+    trees: Any
+    """As the device's layers read them (`StepTrees` on a CPU); None where no draft was scheduled."""
     slot_mappings: torch.Tensor | None = None
     walk: WalkBatch | None = None
     paths: PathRows | None = None
@@ -36,15 +38,28 @@ class _Step:
     are_states_tidy: bool = False
 
 
+@dataclass(frozen=True)
+class StepLimits:
+    """Of any step of an engine."""
+
+    budget: int
+    """Nodes of a tree."""
+    num_slots: int
+    """Depth the drafter works at: its block less the anchor, at most the budget."""
+    requests: int
+    rows: int
+
+
 class TreeRuntime:
     """The draft trees of one worker."""
 
-    def __init__(self, budget: int, num_slots: int, max_num_reqs: int, device: torch.device) -> None:
-        """`num_slots` is the depth the drafter works at: its block less the anchor, at most `budget`."""
-        self.budget, self.num_slots = budget, num_slots
-        self._slots = TreeSlots(max_num_reqs, budget, device)
-        self._chain_only = torch.zeros(max_num_reqs, dtype=torch.bool, device=device)
-        self._step: _Step | None = None
+    def __init__(self, limits: StepLimits, device: torch.device) -> None:
+        self.limits, self.device = limits, device
+        self.budget, self.num_slots = limits.budget, limits.num_slots
+        self._slots = TreeSlots(limits.requests, limits.budget, device)
+        # one more: slot -1, a graph's padding
+        self._chain_only = torch.zeros(limits.requests + 1, dtype=torch.bool, device=device)
+        self._step: Step | None = None
 
     def admit(self, slot: int, *, chain_only: bool) -> None:
         """A new request took this slot; a chain is all that its sampling settings allow, or any tree."""
@@ -52,9 +67,9 @@ class TreeRuntime:
 
     def begin(self, input_batch: Any) -> None:
         """A real step begins."""
-        self._step = _Step(input_batch, self._read_trees(input_batch))
+        self._step = Step(input_batch, self._read_trees(input_batch))
 
-    def _read_trees(self, input_batch: Any) -> StepTrees | None:
+    def _read_trees(self, input_batch: Any) -> Any:
         drafts = input_batch.num_draft_tokens_per_req
         if drafts is None or not drafts.any():
             return None
@@ -64,11 +79,49 @@ class TreeRuntime:
         topology = self._slots.read(input_batch.idx_mapping, num_drafts_B)
         return begin_step(topology, ends_B - 1 - num_drafts_B, self.num_slots)
 
-    def step_of(self, input_batch: Any) -> _Step | None:
+    def step_of(self, input_batch: Any) -> Step | None:
         """The step under way, if it has trees and this is its batch."""
         step = self._step
         is_ours = step is not None and step.input_batch is input_batch and step.trees is not None
         return step if is_ours else None
+
+    grow_trees = staticmethod(grow_trees)
+
+    def attach(
+        self,
+        metadata: Mapping[str, Any],
+        input_batch: Any,
+        _block_tables: Sequence[torch.Tensor],
+        slot_mappings: torch.Tensor,
+        *,
+        for_capture: bool,
+        is_full_graph: bool,
+    ) -> None:
+        """Tells the layers' attention metadata of the step's trees, if it has any.
+
+        block_tables: by KV cache group, [B, blocks]; slot_mappings: [groups, T].
+        """
+        assert not for_capture and not is_full_graph, "a CPU has no graphs"
+        step = self.step_of(input_batch)
+        if step is not None:
+            step.slot_mappings = slot_mappings
+            for each in metadata.values():
+                each.trees = step.trees
+
+    def move_positions(self, input_batch: Any, positions: torch.Tensor) -> torch.Tensor:
+        """Positions of the step's rows, [T] or [3, T], each node at its depth after the committed token.
+
+        Not in place: the runner reads the linear positions again, for drafts and for the drafter.
+        """
+        step = self.step_of(input_batch)
+        if step is None:
+            return positions
+        assert step.trees is not None
+        return step.trees.move_positions(positions)
+
+    def dummy_inputs(self, inputs: Mapping[str, Any], num_tokens: int) -> Mapping[str, Any]:
+        """What a CUDA graph is to be captured with, besides these inputs."""
+        return {}
 
     def trees_at(self, slots_B: torch.Tensor, num_drafts_B: torch.Tensor) -> Topology:
         """What is planted in these request slots, cut to so many drafts."""
@@ -80,17 +133,33 @@ class TreeRuntime:
         assert step is not None and step.trees is not None, "a tree was verified outside a step"
         step.walk, step.paths = walk, path_rows(walk, step.trees.first_row_B)
 
-    def commit(
-        self, layer_caches: Sequence[Sequence[torch.Tensor]], recurrent_layers: Sequence[RecurrentLayer]
-    ) -> None:
+    def reserve(self, layers: Mapping[str, Any], num_axes: int) -> None:
+        """Takes what memory a step needs, before vLLM measures what is left.
+
+        layers: by name; num_axes: of positions [axes, T], 0 if they are [T].
+        """
+
+    def bind(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """The target's layers by KV cache group and name, whose caches are there now."""
+        layers = [layer for group in groups for layer in group.values()]
+        self.recurrent_layers = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
+        self._layer_caches = [
+            [layer.kv_cache for layer in group.values() if not isinstance(layer, RecurrentLayer)]
+            for group in groups
+        ]
+
+    def commit(self) -> None:
         """Keeps of the step under way what the target accepted; once."""
         step = self._step
         if step is None or step.walk is None or step.is_committed:
             return
         step.is_committed = True
-        self.tidy_caches(layer_caches)
-        for layer in recurrent_layers:
-            layer.commit(step.walk)
+        self._commit(step, step.walk)
+
+    def _commit(self, step: Step, walk: WalkBatch) -> None:
+        self.tidy_caches(step)
+        for layer in self.recurrent_layers:
+            layer.commit(walk)
 
     def tidy_states(self, input_batch: Any, tap_states: Sequence[torch.Tensor]) -> None:
         """Brings the tap states [T, H] of the accepted paths to where a chain's would be, in place; once."""
@@ -101,33 +170,31 @@ class TreeRuntime:
             tidy_rows(states, step.paths)
         step.are_states_tidy = True
 
-    def plant(
-        self, input_batch: Any, trees: Topology, tokens_BN: torch.Tensor, chain_BL: torch.Tensor
-    ) -> torch.Tensor:
-        """Keeps what was drafted for the next step; the tokens that the engine is to see. [B, N]"""
-        is_chain_B = self._chain_only[input_batch.idx_mapping]
+    def plant(self, slots_B: torch.Tensor, trees: TreeBatch, candidates_BLC: torch.Tensor) -> torch.Tensor:
+        """Keeps what was drafted for the next step; the tokens that the engine is to see. [B, N]
+
+        slots_B: of the requests, negative for a graph's padding.  candidates_BLC: the tokens that candidates
+        stand for, of which the first are the chain's.
+        """
+        is_chain_B = self._chain_only[slots_B]
         is_chain_B1 = is_chain_B[:, None]
-        numbers_N = torch.arange(self.budget, device=tokens_BN.device)
+        numbers_N = torch.arange(self.budget, device=candidates_BLC.device)
         planted = Topology(
             trees.parents_BN.where(~is_chain_B1, numbers_N - 1),
             trees.depths_BN.where(~is_chain_B1, numbers_N + 1),
             trees.num_nodes_B.where(~is_chain_B, self.num_slots),
         )
-        self._slots.plant(input_batch.idx_mapping, planted)
-        padded_BN = torch.nn.functional.pad(chain_BL, (0, self.budget - self.num_slots))
-        return tokens_BN.where(~is_chain_B1, padded_BN)
+        self._slots.plant(slots_B, planted)
+        chain_BN = torch.nn.functional.pad(candidates_BLC[:, :, 0], (0, self.budget - self.num_slots))
+        return tokens_of(trees, candidates_BLC).where(~is_chain_B1, chain_BN)
 
-    def tidy_caches(self, layer_caches: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Moves the keys and values of the accepted paths to the slots that a chain's would have.
-
-        layer_caches: for each KV cache group, its layers' caches, [blocks, heads, block size, 2 x head dim].
-        """
-        step = self._step
-        assert step is not None and step.paths is not None, "nothing was verified"
+    def tidy_caches(self, step: Step) -> None:
+        """Moves the keys and values of the accepted paths to the slots that a chain's would have."""
+        assert step.paths is not None, "nothing was verified"
         assert step.slot_mappings is not None, "a step with trees had no attention metadata"
         source_rows, target_rows = step.paths.source_BL.flatten(), step.paths.target_BL.flatten()
-        for slots_T, caches in zip(step.slot_mappings, layer_caches, strict=True):
+        for slots_T, caches in zip(step.slot_mappings, self._layer_caches, strict=True):
             source, target = slots_T[source_rows], slots_T[target_rows]
-            for cache in caches:
+            for cache in caches:  # [blocks, heads, block size, 2 x head dim]
                 size = cache.shape[2]
                 cache[target // size, :, target % size] = cache[source // size, :, source % size]

@@ -4,12 +4,12 @@ Mixed in before the model state class that vLLM chose (`vllm.v1.worker.gpu.model
 preprocess_state, prepare_attn, prepare_inputs, forward, sampler, postprocess_state, propose.
 """
 
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config.compilation import CUDAGraphMode
 
-from serve.seam.runtime import RecurrentLayer, TreeRuntime
+from serve.seam.runtime import TreeRuntime
 from serve.seam.speculator import TreeSpeculator
 from serve.seam.verifier import TreeVerifier
 
@@ -24,6 +24,7 @@ class TreeState(_State):
 
     runtime: TreeRuntime
     speculator: TreeSpeculator
+    verifier_class: type[TreeVerifier]
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         super().add_request(req_index, new_req_data)
@@ -31,7 +32,7 @@ class TreeState(_State):
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         config = self.vllm_config.speculative_config
-        return sampler, TreeVerifier(sampler, config, self.device, self.runtime)
+        return sampler, self.verifier_class(sampler, config, self.device, self.runtime)
 
     def preprocess_state(self, input_batch: Any, *args: Any) -> None:
         super().preprocess_state(input_batch, *args)
@@ -40,49 +41,58 @@ class TreeState(_State):
     def prepare_attn(
         self,
         input_batch: Any,
-        cudagraph_mode: Any,
+        cudagraph_mode: CUDAGraphMode,
         block_tables: Any,
         slot_mappings: torch.Tensor,
-        *args: Any,
+        attn_groups: Any,
+        kv_cache_config: Any,
+        for_capture: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
         metadata = super().prepare_attn(
-            input_batch, cudagraph_mode, block_tables, slot_mappings, *args, **kwargs
+            input_batch,
+            cudagraph_mode,
+            block_tables,
+            slot_mappings,
+            attn_groups,
+            kv_cache_config,
+            for_capture,
+            **kwargs,
         )
-        step = self.runtime.step_of(input_batch)
-        if step is not None:
-            step.slot_mappings = slot_mappings
-            for each in metadata.values():
-                each.trees = step.trees
+        is_full_graph = cudagraph_mode == CUDAGraphMode.FULL
+        self.runtime.attach(
+            metadata,
+            input_batch,
+            block_tables,
+            slot_mappings,
+            for_capture=for_capture,
+            is_full_graph=is_full_graph,
+        )
         return metadata
 
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
         inputs = super().prepare_inputs(input_batch, req_states)
-        step = self.runtime.step_of(input_batch)
-        if step is None:
-            return inputs
-        assert step.trees is not None
-        # not in place: the runner reads the linear positions again, for drafts and for the drafter
         positions = inputs.get("positions", input_batch.positions)
-        return inputs | {"positions": step.trees.move_positions(positions)}
+        return inputs | {"positions": self.runtime.move_positions(input_batch, positions)}
+
+    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
+        return inputs | self.runtime.dummy_inputs(inputs, num_tokens)
 
     def postprocess_state(self, idx_mapping: torch.Tensor, *args: Any) -> None:
         super().postprocess_state(idx_mapping, *args)
-        # before the drafter runs: it overwrites the slot mappings
-        self.runtime.commit(self.layer_caches, self.recurrent_layers)
+        self.runtime.commit()  # before the drafter runs: it overwrites the slot mappings
 
     def initialize_kv_cache(self, kv_cache_config: Any, block_tables: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, block_tables)
         layers = self.vllm_config.compilation_config.static_forward_context
-        groups = [
-            [layers[name] for name in group.layer_names if name not in self.speculator.draft_attn_layer_names]
-            for group in kv_cache_config.kv_cache_groups
-        ]
-        targets = chain.from_iterable(groups)
-        self.recurrent_layers = [layer for layer in targets if isinstance(layer, RecurrentLayer)]
-        self.layer_caches = [
-            [layer.kv_cache for layer in group if layer not in self.recurrent_layers] for group in groups
-        ]
+        of_drafter = self.speculator.draft_attn_layer_names
+        self.runtime.bind(
+            [
+                {name: layers[name] for name in group.layer_names if name not in of_drafter}
+                for group in kv_cache_config.kv_cache_groups
+            ]
+        )
 
 
 def needs_chain(params: Any) -> bool:

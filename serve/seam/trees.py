@@ -3,6 +3,7 @@
 Patched names, as `vllm.v1.worker.gpu.model_runner` imports them: init_speculator and init_model_state, since
 neither has a registry.  The patches go when vLLM lets a plugin name them.
 """
+# ruff: noqa: PLC0415  (the layers of a CPU import what CUDA's vLLM lacks, and the other way round)
 
 from typing import Any
 
@@ -10,12 +11,17 @@ import torch
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 
-from serve.seam.checks import CPU_TREE_SIGNATURES, TREE_SIGNATURES, SeamError, check_signatures
-from serve.seam.cpu_tree_attention import register_cpu_backend
-from serve.seam.cpu_tree_gdn import register_cpu_layer
-from serve.seam.runtime import TreeRuntime
+from serve.seam.checks import (
+    CPU_TREE_SIGNATURES,
+    CUDA_TREE_SIGNATURES,
+    TREE_SIGNATURES,
+    SeamError,
+    check_signatures,
+)
+from serve.seam.runtime import StepLimits, TreeRuntime
 from serve.seam.speculator import TreeSpeculator
 from serve.seam.tree_state import TreeState
+from serve.seam.verifier import TreeVerifier
 
 
 def install_trees(vllm_config: Any, num_slots: int) -> None:
@@ -25,14 +31,16 @@ def install_trees(vllm_config: Any, num_slots: int) -> None:
     """
     check_signatures(TREE_SIGNATURES)
     check_tree_config(vllm_config)
-    check_signatures(CPU_TREE_SIGNATURES)
+    is_cuda = vllm_config.device_config.device_type == "cuda"
+    check_signatures(CUDA_TREE_SIGNATURES if is_cuda else CPU_TREE_SIGNATURES)
+    runtime_class, verifier_class = _use_cuda_layers() if is_cuda else _use_cpu_layers()
     budget = vllm_config.speculative_config.num_speculative_tokens
-    max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+    sizes = vllm_config.scheduler_config
     built: list[TreeSpeculator] = []
 
     def init_speculator(config: Any, device: torch.device, _req_states: Any) -> TreeSpeculator:
-        runtime = TreeRuntime(budget, min(num_slots, budget), max_num_reqs, device)
-        built.append(TreeSpeculator(config, device, runtime))
+        limits = StepLimits(budget, min(num_slots, budget), sizes.max_num_seqs, sizes.max_num_batched_tokens)
+        built.append(TreeSpeculator(config, device, runtime_class(limits, device)))
         return built[-1]
 
     def init_model_state(config: Any, model: Any, encoder_cache: Any, device: torch.device) -> Any:
@@ -40,28 +48,53 @@ def install_trees(vllm_config: Any, num_slots: int) -> None:
         tree_class = type(f"Tree{state_class.__name__}", (TreeState, state_class), {})
         state = tree_class(config, model, encoder_cache, device)
         state.speculator, state.runtime = built[-1], built[-1].runtime
+        state.verifier_class = verifier_class
+        rope = getattr(state, "rope_state", None)
+        num_axes = 0 if rope is None else rope.num_dims
+        state.runtime.reserve(config.compilation_config.static_forward_context, num_axes)
         return state
 
     model_runner.init_speculator = init_speculator
     model_runner.init_model_state = init_model_state
+
+
+def _use_cpu_layers() -> tuple[type[TreeRuntime], type[TreeVerifier]]:
+    from serve.seam.cpu_tree_attention import register_cpu_backend
+    from serve.seam.cpu_tree_gdn import register_cpu_layer
+
     register_cpu_backend()
     register_cpu_layer()
+    return TreeRuntime, TreeVerifier
+
+
+def _use_cuda_layers() -> tuple[type[TreeRuntime], type[TreeVerifier]]:
+    from serve.seam.cuda_runtime import CudaTreeRuntime
+    from serve.seam.cuda_tree_attention import register_cuda_backend
+    from serve.seam.cuda_tree_gdn import register_cuda_layer
+    from serve.seam.cuda_verifier import CudaTreeVerifier
+
+    register_cuda_backend()
+    register_cuda_layer()
+    return CudaTreeRuntime, CudaTreeVerifier
 
 
 def check_tree_config(vllm_config: Any) -> None:
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method != "dflash":
         raise SeamError(f"draft trees need a dflash drafter, found {speculative and speculative.method}")
-    if vllm_config.device_config.device_type != "cpu":
-        raise SeamError("draft trees run on a CPU only in this version")
+    if vllm_config.device_config.device_type not in ("cpu", "cuda"):
+        raise SeamError(f"draft trees run on a CPU or CUDA, not on {vllm_config.device_config.device_type}")
     if vllm_config.model_config.get_sliding_window() is not None:
         raise SeamError("draft trees: targets with sliding windows are not in this version")
     if vllm_config.model_config.logits_processors:
         raise SeamError("draft trees: logits processors of your own are not in this version")
     if vllm_config.lora_config is not None:
         raise SeamError("draft trees: LoRA is not in this version")
-    if vllm_config.parallel_config.pipeline_parallel_size != 1:
-        raise SeamError("draft trees need pipeline_parallel_size 1")
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(vllm_config.parallel_config, name) != 1:
+            raise SeamError(f"draft trees need {name} 1")
+    if speculative.enable_adaptive_verification:
+        raise SeamError("draft trees: adaptive verification cuts drafts on the device, where trees are read")
     if vllm_config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise SeamError(
             f"draft trees: kv cache dtype {vllm_config.cache_config.cache_dtype} is not supported"

@@ -1,0 +1,253 @@
+"""The runtime of a GPU: a step's trees lie in buffers that CUDA graphs read, and each task is one launch.
+
+`serve.seam.runtime` is its slow twin, and what a CPU runs.
+"""
+
+# B=requests  L=slots  N=nodes  T=rows of the step or of its logits  Y=layers  G=KV cache groups
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from serve.seam.checks import SeamError
+from serve.seam.cuda_tree_attention import TreeFlashAttention
+from serve.seam.cuda_tree_gdn import TreeGatedDeltaNet
+from serve.seam.runtime import Step, TreeRuntime
+from serve.tree_batch import Topology, TreeBatch, WalkBatch
+from serve.tree_batch_kernels import (
+    Committed,
+    allocate_step,
+    grow_trees,
+    lay_out_step,
+    plant_trees,
+    walk_and_commit,
+)
+from serve.tree_cache_kernels import StackedCaches, compact_layers_, stack_caches, tidy_states_
+from serve.tree_gdn_kernels import KeptLayers, allocate_kept, commit_layers_
+from serve.tree_step import Extent, view_trees
+
+
+@dataclass(frozen=True)
+class _Recurrent:
+    """The Gated-DeltaNet layers, together."""
+
+    kept: KeptLayers
+    group_of_layer_Y: torch.Tensor
+    states: StackedCaches
+    conv_states: StackedCaches
+
+
+class CudaTreeRuntime(TreeRuntime):
+    """What is patched, and when, stands in `serve.seam.tree_state`."""
+
+    grow_trees = staticmethod(grow_trees)
+
+    def reserve(self, layers: Mapping[str, Any], num_axes: int) -> None:
+        limits = self.limits
+        # as vLLM's own (`RopeState`): rows of several axes must not be contiguous for torch.compile
+        shape = (num_axes, limits.rows + 1) if num_axes else (limits.rows,)
+        positions = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        self._buffers = allocate_step(limits.requests, limits.budget, positions)
+        self._linear_positions = positions  # of the step under way
+        self._gdn_layers = {
+            name: layer for name, layer in layers.items() if isinstance(layer, TreeGatedDeltaNet)
+        }
+        if self._gdn_layers:
+            self._kept = _reserve_kept(list(self._gdn_layers.values()), limits.requests, limits.budget + 1)
+
+    def bind(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        layers = {name: layer for group in groups for name, layer in group.items()}
+        _check_backends(layers)
+        self._group_of = {name: number for number, group in enumerate(groups) for name in group}
+        self._state_slots_GB = torch.zeros(
+            len(groups), self.limits.requests, dtype=torch.int32, device=self.device
+        )
+        attention = [name for name in layers if name not in self._gdn_layers]
+        self._attention_groups_Y = self._groups_of(attention)
+        self._attention_caches = stack_caches([layers[name].kv_cache for name in attention])
+        self._recurrent: _Recurrent | None = None
+        if self._gdn_layers:
+            conv_states, states = zip(*(layer.states() for layer in self._gdn_layers.values()), strict=True)
+            self._recurrent = _Recurrent(
+                self._kept,
+                self._groups_of(self._gdn_layers),
+                stack_caches(states),
+                stack_caches(conv_states),
+            )
+
+    def _groups_of(self, names: Sequence[str] | Mapping[str, Any]) -> torch.Tensor:
+        return torch.tensor([self._group_of[name] for name in names], device=self.device)
+
+    def _read_trees(self, input_batch: Any) -> Extent | None:
+        """On the host alone: what is planted is read when the step is laid out."""
+        drafts = input_batch.num_draft_tokens_per_req
+        if drafts is None or not drafts.any():
+            return None
+        num_requests = int(np.count_nonzero(drafts))
+        own, scheduled = drafts[:num_requests], input_batch.num_scheduled_tokens[:num_requests]
+        assert (own > 0).all(), f"requests with drafts are not the first of the batch: {drafts}"
+        assert (scheduled == own + 1).all(), f"requests with {own} drafts have {scheduled} rows"
+        num_rows = int(input_batch.query_start_loc_np[num_requests])
+        return Extent(num_requests, num_rows, num_requests == input_batch.num_reqs)
+
+    def attach(
+        self,
+        metadata: Mapping[str, Any],
+        input_batch: Any,
+        block_tables: Sequence[torch.Tensor],
+        slot_mappings: torch.Tensor,
+        *,
+        for_capture: bool,
+        is_full_graph: bool,
+    ) -> None:
+        step = self.step_of(input_batch)
+        if for_capture:  # also a graph's rehearsal: its requests are nobody's
+            self._clear()
+            extent = Extent(input_batch.num_reqs, input_batch.num_tokens, is_all_of_batch=True)
+        elif step is None:
+            assert not is_full_graph, "a full graph was captured with trees, and this step has none"
+            return
+        else:
+            extent = step.trees
+            step.slot_mappings = slot_mappings
+            self._read_state_slots(input_batch.num_reqs, block_tables)
+            if is_full_graph:
+                padded = input_batch.num_reqs_after_padding, input_batch.num_tokens_after_padding
+                extent = Extent(*padded, is_all_of_batch=True)
+        self._tell_layers(metadata, extent, input_batch.query_start_loc)
+
+    def _tell_layers(
+        self, metadata: Mapping[str, Any], extent: Extent, query_starts_B1: torch.Tensor
+    ) -> None:
+        views = [
+            view_trees(self._buffers, extent, query_starts_B1, slots_B) for slots_B in self._state_slots_GB
+        ]
+        for name, group in self._group_of.items():
+            metadata[name].trees = views[group]
+
+    def _read_state_slots(self, num_reqs: int, block_tables: Sequence[torch.Tensor]) -> None:
+        for group in {self._group_of[name] for name in self._gdn_layers}:
+            self._state_slots_GB[group, :num_reqs].copy_(block_tables[group][:num_reqs, 0])
+
+    def _clear(self) -> None:
+        """Nothing is verified: kernels find no rows."""
+        step = self._buffers
+        for tensor in (step.num_rows_P, step.context_lens_P, step.words_T, step.trees.num_nodes_B):
+            tensor.zero_()
+
+    def move_positions(self, input_batch: Any, positions: torch.Tensor) -> torch.Tensor:
+        """Lays the step out.  The result is always in one place, where graphs read it."""
+        laid_out = self._buffers.cut(positions.shape[-1])
+        self._linear_positions = positions
+        if self.step_of(input_batch) is None:
+            laid_out.positions.copy_(positions)
+            return laid_out.positions
+        lay_out_step(
+            self._slots.planted,
+            input_batch.idx_mapping,
+            input_batch.cu_num_logits.diff() - 1,
+            input_batch.query_start_loc,
+            input_batch.seq_lens,
+            positions,
+            laid_out,
+        )
+        return laid_out.positions
+
+    def dummy_inputs(self, inputs: Mapping[str, Any], num_tokens: int) -> Mapping[str, Any]:
+        return {"positions": self._buffers.cut(num_tokens).positions}
+
+    def plant(self, slots_B: torch.Tensor, trees: TreeBatch, candidates_BLC: torch.Tensor) -> torch.Tensor:
+        return plant_trees(trees, candidates_BLC, self._chain_only, slots_B, self._slots.planted)
+
+    def depths_of_rows(self, rows_T: torch.Tensor) -> torch.Tensor:
+        """How much further than its place in the step each of these rows stands. [T]"""
+        moved, linear = (torch.atleast_2d(x)[0] for x in (self._buffers.positions, self._linear_positions))
+        return moved[rows_T] - linear[rows_T]
+
+    def walk(
+        self,
+        first_request: int,
+        draft_tokens_T: torch.Tensor,
+        target_tokens_T: torch.Tensor,
+        logit_starts_B1: torch.Tensor,
+        num_tokens: int,
+    ) -> Committed:
+        """What the target's tokens accept of the step's trees from `first_request` on."""
+        requests = slice(first_request, first_request + len(logit_starts_B1) - 1)
+        step = self._buffers
+        return walk_and_commit(
+            Topology(*(part[requests] for part in vars(step.trees).values())),
+            draft_tokens_T.contiguous(),
+            target_tokens_T.contiguous(),
+            logit_starts_B1,
+            step.first_row_P[requests],
+            self.num_slots,
+            num_tokens,
+        )
+
+    def accept(self, walk: WalkBatch) -> None:
+        step = self._step
+        assert step is not None and step.trees is not None, "a tree was verified outside a step"
+        step.walk = walk
+
+    def _commit(self, step: Step, walk: WalkBatch) -> None:
+        batch = len(walk.path_BL)
+        accepted = walk.path_BL, walk.num_accepted_B
+        compact_layers_(
+            step.slot_mappings,
+            self._buffers.first_row_P[:batch],
+            *accepted,
+            self._attention_groups_Y,
+            self._attention_caches,
+        )
+        if self._recurrent is not None:
+            commit_layers_(
+                *accepted,
+                self._buffers.num_rows_P[:batch],
+                self._state_slots_GB[:, :batch],
+                self._recurrent.group_of_layer_Y,
+                self._recurrent.kept,
+                self._recurrent.states,
+                self._recurrent.conv_states,
+            )
+
+    def tidy_states(self, input_batch: Any, tap_states: Sequence[torch.Tensor]) -> None:
+        step = self.step_of(input_batch)
+        if step is None or step.walk is None or step.are_states_tidy:
+            return
+        step.are_states_tidy = True
+        walk = step.walk
+        first_row_B = self._buffers.first_row_P[: len(walk.path_BL)]
+        tidy_states_(tap_states, first_row_B, walk.path_BL, walk.num_accepted_B)
+
+
+def _reserve_kept(layers: Sequence[TreeGatedDeltaNet], max_requests: int, max_rows: int) -> KeptLayers:
+    like = layers[0]
+    kept = allocate_kept(
+        len(layers),
+        max_requests,
+        max_rows,
+        like.conv1d.weight.shape[0],
+        like.num_k_heads // like.tp_size,
+        like.num_v_heads // like.tp_size,
+        like.head_k_dim,
+        like.head_v_dim,
+        like.conv1d.weight,
+    )
+    for number, layer in enumerate(layers):
+        layer.kept = kept.of_layer(number)
+    return kept
+
+
+def _check_backends(layers: Mapping[str, Any]) -> None:
+    """Raises SeamError for a layer that knows no trees: no kernel of it would say so."""
+    for name, layer in layers.items():
+        implementation = getattr(layer, "impl", layer)
+        if not isinstance(implementation, TreeFlashAttention | TreeGatedDeltaNet):
+            raise SeamError(
+                f"draft trees on CUDA need FlashAttention and Gated DeltaNet layers, {name} is"
+                f" {type(implementation).__name__}: choose attention_backend FLASH_ATTN"
+            )

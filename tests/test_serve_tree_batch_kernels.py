@@ -1,0 +1,578 @@
+"""serve/tree_batch_kernels.py against torch and the heap: interpreted on a CPU, compiled on a GPU."""
+
+# B=requests  L=slots  C=candidates of a slot  N=nodes, padded  R=rows: the committed token, then the nodes
+# S=request slots  P=requests that the buffers hold  T=rows of the step or of its logits
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from serve import tree_batch
+from serve.tree import ROOT, Tree, grow_tree
+from serve.tree_attention import pack_sees
+from serve.tree_batch import Topology, TreeBatch, see_ancestors
+from serve.tree_batch_kernels import (
+    Committed,
+    StepBuffers,
+    allocate_step,
+    follow_trees,
+    grow_trees,
+    lay_out_step,
+    lay_out_step_slowly,
+    pack_ancestors,
+    plant_trees,
+    walk_and_commit,
+)
+from serve.tree_slots import commit_tokens, path_rows
+
+IS_CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if IS_CUDA else "cpu"  # on a CPU the kernels are interpreted
+SHARED_BYTES = 99 * 1024  # that sm_86 gives one block of threads
+GROWN, PLANTED, STEPS = range(120), range(400, 415), range(300, 330)
+PACKED, WALKED = range(100, 150), range(200, 250)
+SLOTS = 11
+
+
+def assert_same(found: object, expected: object) -> None:
+    """Every tensor of two dataclasses, and of those in them."""
+    for name, mine in vars(found).items():
+        other = getattr(expected, name)
+        if isinstance(mine, torch.Tensor):
+            is_float = mine.dtype.is_floating_point
+            assert torch.equal(mine if is_float else mine.long(), other if is_float else other.long()), name
+        else:
+            assert_same(mine, other)
+
+
+# Growing
+
+
+def draw_scores(
+    rng: np.random.Generator, batch: int, num_slots: int, num_candidates: int, kind: str
+) -> torch.Tensor:
+    """Log-probabilities: coarse ones, so that ties are common, or fine ones; some are forbidden."""
+    shape = (batch, num_slots, 1 if kind == "marginal" else num_candidates, num_candidates)
+    scores = -rng.exponential(1.0, shape).astype(np.float32)
+    grain = np.float32(rng.choice([1, 0.5, 0.25, 0]))
+    if grain:
+        scores = np.round(scores / grain) * grain
+    if rng.integers(3) == 0:
+        scores[rng.random(shape) < rng.choice([0.1, 0.6])] = -np.inf
+    if kind != "unsorted":
+        scores = np.sort(scores, axis=-1)[..., ::-1].copy()  # best first, as a drafter gives them
+    return torch.from_numpy(scores).to(DEVICE).expand(-1, -1, num_candidates, -1)
+
+
+def draw_case(seed: int, most_nodes: int = 64) -> tuple[torch.Tensor, int]:
+    """Scores and a budget; most_nodes: of the batch together."""
+    rng = np.random.default_rng(seed)
+    num_slots = int(rng.choice([1, 2, 3, 7, 15, 16]))
+    budget = [1, num_slots, 4, 15, 31, 63][seed % 6]
+    batch = int(rng.integers(1, 1 + max(1, min(9, most_nodes // budget))))
+    num_candidates = min(budget, int(rng.choice([1, 2, 3, 5, 16, 63])))
+    if rng.integers(4) == 0:
+        num_candidates += 2  # more than a tree can use of sorted ones
+    kind = str(rng.choice(["marginal", "sorted", "unsorted"]))
+    return draw_scores(rng, batch, num_slots, num_candidates, kind), budget
+
+
+def unbatch(trees: TreeBatch, row: int) -> Tree:
+    count = int(trees.num_nodes_B[row])
+    parts = (trees.parents_BN, trees.depths_BN, trees.candidates_BN, trees.scores_BN)
+    return Tree(*(tuple(part[row, :count].tolist()) for part in parts))
+
+
+@pytest.mark.parametrize("seed", GROWN)
+def test_the_kernels_trees_are_the_twins_and_the_heaps(seed):
+    scores, budget = draw_case(seed)
+    trees = grow_trees(scores, budget)
+    expected = tree_batch.grow_trees(scores, budget)
+    assert_same(trees, expected)
+    assert trees.parents_BN.dtype == trees.num_nodes_B.dtype == torch.int64
+    for row, one in enumerate(scores.cpu().numpy()):
+        assert unbatch(trees, row) == grow_tree(one, budget)
+
+
+def test_the_drawn_scores_are_of_every_kind():
+    cases = [draw_case(seed) for seed in GROWN]
+    trees = [tree_batch.grow_trees(scores, budget) for scores, budget in cases]
+    ties = [tree.scores_BN.diff(dim=1) == 0 for tree in trees]
+    assert sum(len(scores) for scores, _ in cases) > 350
+    assert {len(scores) for scores, _ in cases} == set(range(1, 10))
+    assert sum(bool(tie.any()) for tie in ties) > 40
+    assert sum(bool((tree.scores_BN == -torch.inf).any()) for tree in trees) > 20
+    assert sum(scores.stride(2) == 0 for scores, _ in cases) > 20
+    assert sum(bool((scores.diff(dim=3) > 0).any()) for scores, _ in cases) > 20
+
+
+def test_sums_that_rounding_makes_equal_leave_the_lower_candidate_first():
+    """The second slot's candidates differ by less than the first's score can hold."""
+    scores = torch.full((1, 2, 2, 2), -64.0, device=DEVICE)
+    scores[0, 1, 0] = torch.tensor([-3e-7, -1e-7])
+    trees = grow_trees(scores, 4)
+    assert_same(trees, tree_batch.grow_trees(scores, 4))
+    assert trees.candidates_BN[0].tolist() == [0, 1, 0, 1]
+    assert trees.parents_BN[0].tolist() == [ROOT, ROOT, 0, 0]
+
+
+def test_scores_of_any_strides_give_the_same_trees():
+    scores, budget = draw_case(33)
+    axes = (3, 1, 0, 2)
+    strided = scores.permute(axes).contiguous().permute(tuple(np.argsort(axes)))
+    assert not strided.is_contiguous()
+    assert_same(grow_trees(strided, budget), grow_trees(scores.contiguous(), budget))
+
+
+# Planting
+
+
+def draw_trees(seed: int) -> tuple[TreeBatch, int]:
+    scores, _ = draw_case(seed, most_nodes=300)
+    budget = [1, 15, 31, 63][seed % 4]
+    return tree_batch.grow_trees(scores, budget), scores.shape[1]
+
+
+@pytest.mark.parametrize("seed", PLANTED)
+def test_a_planted_tree_or_chain_has_the_tokens_of_its_candidates(seed):
+    trees, num_slots = draw_trees(seed)
+    rng = np.random.default_rng(seed)
+    batch, budget = trees.parents_BN.shape
+    most = 1 + int(trees.candidates_BN.max())
+    tokens_BLC = torch.from_numpy(rng.integers(1, 1000, (batch, most, num_slots))).to(DEVICE).transpose(1, 2)
+    is_chain_S = torch.from_numpy(rng.random(SLOTS) < 0.4).to(DEVICE)
+    slots_B = torch.from_numpy(rng.permutation(SLOTS)[:batch].astype(np.int32)).to(DEVICE)
+    slots_B[-1] -= SLOTS * (seed % 2)  # padding
+    strided_B = slots_B.repeat_interleave(3)[::3]
+    planted = Topology(
+        *(torch.full(shape, -5, device=DEVICE) for shape in 2 * [(SLOTS, budget)] + [(SLOTS,)])
+    )
+    expected = Topology(*(part.clone() for part in vars(planted).values()))
+    found_BN = plant_trees(trees, tokens_BLC, is_chain_S, strided_B, planted)
+    for request, slot in enumerate(slots_B.tolist()):
+        if slot < 0:
+            continue
+        if is_chain_S[slot]:
+            text = [*tokens_BLC[request, :, 0].tolist(), *[0] * budget][:budget]
+            expected.parents_BN[slot] = torch.arange(budget) - 1
+            expected.depths_BN[slot] = torch.arange(budget) + 1
+            expected.num_nodes_B[slot] = num_slots
+        else:
+            places = zip(
+                trees.depths_BN[request].tolist(), trees.candidates_BN[request].tolist(), strict=True
+            )
+            text = [int(tokens_BLC[request, max(depth - 1, 0), candidate]) for depth, candidate in places]
+            expected.parents_BN[slot] = trees.parents_BN[request]
+            expected.depths_BN[slot] = trees.depths_BN[request]
+            expected.num_nodes_B[slot] = trees.num_nodes_B[request]
+        assert found_BN[request].tolist() == text
+    assert_same(planted, expected)  # other slots are left alone
+
+
+# Packing
+
+
+@pytest.mark.parametrize("seed", PACKED)
+def test_the_kernels_words_are_the_packed_masks_of_the_twin(seed):
+    trees, num_slots = draw_trees(seed)
+    words_BR = torch.full((len(trees.parents_BN), 1 + trees.parents_BN.shape[1]), 77, device=DEVICE)
+    pack_ancestors(trees.parents_BN, trees.num_nodes_B, words_BR)
+    assert torch.equal(words_BR, pack_sees(see_ancestors(trees.parents_BN, num_slots)))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40, 63])
+def test_a_cut_makes_padding_of_nodes_and_no_depth_is_too_deep(cut):
+    chain_BN = torch.arange(-1, 62, device=DEVICE)[None]
+    words_BR = torch.empty(1, 64, dtype=torch.int64, device=DEVICE)
+    pack_ancestors(chain_BN, torch.tensor([cut], device=DEVICE), words_BR)
+    expected = chain_BN.where(torch.arange(63, device=DEVICE) < cut, ROOT)
+    assert torch.equal(words_BR, pack_sees(see_ancestors(expected, 63)))
+    assert (words_BR[0, 63] == -1) == (cut == 63)
+
+
+# Walking
+
+
+@pytest.mark.parametrize("seed", WALKED)
+def test_the_kernels_walks_are_the_twins(seed):
+    trees, num_slots = draw_trees(seed)
+    rng = np.random.default_rng(seed)
+    batch, budget = trees.parents_BN.shape
+    # few tokens, so that paths are long and siblings sometimes share one
+    tokens_BN = torch.from_numpy(rng.integers(0, 3, (batch, budget))).to(DEVICE)
+    target_BR = torch.from_numpy(rng.integers(0, 3, (batch, 1 + budget))).to(DEVICE, torch.int32)
+    walks = follow_trees(trees, tokens_BN, target_BR, num_slots)
+    assert_same(walks, tree_batch.follow_trees(trees, tokens_BN, target_BR, num_slots))
+    assert walks.path_BL.dtype == torch.int64
+    assert walks.bonus_B.dtype == torch.int32
+
+
+def test_the_drawn_walks_are_of_every_length():
+    lengths = set()
+    for seed in WALKED:
+        trees, num_slots = draw_trees(seed)
+        target_BR = torch.full((len(trees.parents_BN), 1 + trees.parents_BN.shape[1]), 1, device=DEVICE)
+        walk = tree_batch.follow_trees(trees, target_BR[:, 1:], target_BR, num_slots)
+        lengths |= set(walk.num_accepted_B.tolist())
+    assert lengths >= {0, 1, 2, 3, 5, 7}
+
+
+# Steps
+
+
+@dataclass(frozen=True)
+class Step:
+    planted: Topology
+    slots_B: torch.Tensor
+    num_drafts_B: torch.Tensor
+    query_starts_B1: torch.Tensor
+    seq_lens_B: torch.Tensor
+    positions: torch.Tensor
+    num_slots: int
+    buffered: int
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor | Topology, ...]:
+        counts = (self.slots_B, self.num_drafts_B, self.query_starts_B1, self.seq_lens_B)
+        return (self.planted, *counts, self.positions)
+
+    @property
+    def num_rows(self) -> int:
+        return 1 + self.planted.parents_BN.shape[1]
+
+    def empty(self) -> StepBuffers:
+        """Buffers full of what another step could have left."""
+        buffers = allocate_step(self.buffered, self.num_rows - 1, self.positions)
+        for part in (*vars(buffers.trees).values(), *vars(buffers).values()):
+            if isinstance(part, torch.Tensor):
+                part.fill_(-5)
+        return buffers
+
+
+def draw_planted(rng: np.random.Generator, budget: int, num_slots: int) -> Topology:
+    """Trees in most slots, some of them small; chains without nodes in the others, as at first."""
+    scores = draw_scores(rng, SLOTS, num_slots, min(budget, 4), "unsorted")
+    trees = tree_batch.grow_trees(scores, budget)
+    is_planted_S = torch.from_numpy(rng.random(SLOTS) < 0.8).to(DEVICE)
+    chain_N = torch.arange(budget, device=DEVICE)
+    return Topology(
+        trees.parents_BN.where(is_planted_S[:, None], chain_N - 1),
+        trees.depths_BN.where(is_planted_S[:, None], chain_N + 1),
+        trees.num_nodes_B.where(is_planted_S, 0),
+    )
+
+
+def draw_step(seed: int, axes: tuple[int, ...] = ()) -> Step:
+    """Requests with all of their drafts, with some, or with none: then with few rows or with many."""
+    rng = np.random.default_rng(seed)
+    batch, absent = int(rng.integers(1, 8)), int(rng.integers(0, 4))
+    budget = [1, 4, 15, 31, 63][seed % 5]
+    num_slots = min(budget, int(rng.choice([1, 3, 7, 15])))
+    most = 1 + budget
+    drafts_B = rng.choice([0, int(rng.integers(0, budget + 1)), budget], batch)
+    without_B = rng.choice([1, 2, most, most + 1, 150, 1100], batch, p=[0.3, 0.1, 0.2, 0.2, 0.15, 0.05])
+    rows_B = np.where(drafts_B > 0, 1 + drafts_B, without_B)
+    starts_B1 = np.concatenate([[0], rows_B.cumsum()])
+    num_positions = int(starts_B1[-1] + rng.choice([0, 3, 200]))
+    lengths_B = rows_B + rng.integers(0, 1000, batch)
+
+    def on_device(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(np.array(values)).to(DEVICE, dtype)
+
+    return Step(
+        planted=draw_planted(rng, budget, num_slots),
+        slots_B=on_device(rng.permutation(SLOTS)[:batch], [torch.int32, torch.int64][seed % 2]),
+        num_drafts_B=on_device(drafts_B, [torch.int64, torch.int32][seed % 2]),
+        query_starts_B1=on_device(np.concatenate([starts_B1, [-9] * absent]), torch.int32),
+        seq_lens_B=on_device(np.concatenate([lengths_B, [-9] * absent]), torch.int32),
+        positions=on_device(rng.integers(0, 10_000, (*axes, num_positions)), torch.int64),
+        num_slots=num_slots,
+        buffered=batch + absent,
+    )
+
+
+def chain_words(count: int) -> torch.Tensor:
+    return pack_sees(torch.ones(1, count, count, dtype=torch.bool).tril())[0]
+
+
+def lay_out_in_loops(step: Step) -> StepBuffers:
+    """What `lay_out_step` promises, request by request and row by row; on a CPU."""
+    buffers = allocate_step(step.buffered, step.num_rows - 1, step.positions.cpu())
+    buffers.words_PR[:] = chain_words(step.num_rows)
+    buffers.positions.copy_(step.positions)
+    starts = step.query_starts_B1.tolist()
+    for request, (slot, drafts) in enumerate(
+        zip(step.slots_B.tolist(), step.num_drafts_B.tolist(), strict=True)
+    ):
+        start, end = starts[request], starts[request + 1]
+        first = end - 1 - drafts
+        buffers.first_row_P[request] = first
+        buffers.num_rows_P[request] = 1 + drafts if drafts else 0
+        buffers.context_lens_P[request] = step.seq_lens_B[request] - (end - start)
+        if drafts:
+            words = [1, *(1 | 1 << row for row in range(1, step.num_rows))]
+            nodes = min(drafts, int(step.planted.num_nodes_B[slot]))
+            buffers.trees.num_nodes_B[request] = nodes
+            for node in range(nodes):
+                parent, depth = int(step.planted.parents_BN[slot, node]), step.planted.depths_BN[slot, node]
+                words[1 + node] = words[1 + parent] | 1 << 1 + node
+                buffers.trees.parents_BN[request, node] = parent
+                buffers.trees.depths_BN[request, node] = depth
+                position = step.positions[..., first] + depth
+                buffers.positions[..., first + 1 + node] = position
+            signed = [word - (word >> 63 << 64) for word in words]
+            buffers.words_PR[request] = torch.tensor(signed)
+        if end - start <= step.num_rows:
+            buffers.words_T[start:end] = buffers.words_PR[request, : end - start]
+    return buffers
+
+
+@pytest.mark.parametrize("way", [lay_out_step, lay_out_step_slowly], ids=["triton", "torch"])
+@pytest.mark.parametrize("axes", [(), (3,)], ids=["linear", "mrope"])
+@pytest.mark.parametrize("seed", STEPS)
+def test_a_step_is_laid_out_as_loops_do_it(seed, axes, way):
+    step = draw_step(seed, axes)
+    given, buffers = step.positions.clone(), step.empty()
+    way(*step.inputs, buffers)
+    expected = lay_out_in_loops(step)
+    found = StepBuffers(
+        **{
+            name: Topology(*(each.cpu() for each in vars(part).values()))
+            if isinstance(part, Topology)
+            else part.cpu()
+            for name, part in vars(buffers).items()
+        }
+    )
+    assert_same(found, expected)
+    assert torch.equal(step.positions, given)  # the runner still needs the linear ones
+
+
+def test_a_step_that_is_shorter_than_the_buffers_leaves_the_rest_alone():
+    step = draw_step(302, (3,))
+    num_rows = step.positions.shape[1]
+    wide = torch.nn.functional.pad(step.positions, (0, 7))
+    buffers, exact = allocate_step(step.buffered, step.num_rows - 1, wide), step.empty()
+    buffers.words_T.fill_(-5)
+    lay_out_step(*step.inputs, buffers.cut(num_rows))
+    lay_out_step(*step.inputs, exact)
+    assert_same(buffers.cut(num_rows), exact)
+    assert (buffers.words_T[num_rows:] == -5).all()
+    assert (buffers.positions[:, num_rows:] == 0).all()
+
+
+def test_the_drawn_steps_have_requests_of_every_kind():
+    steps = [draw_step(seed) for seed in STEPS]
+    drafts = torch.cat([step.num_drafts_B.long() for step in steps])
+    planted = torch.cat([step.planted.num_nodes_B[step.slots_B] for step in steps])
+    budgets = torch.cat([torch.full_like(step.num_drafts_B.long(), step.num_rows - 1) for step in steps])
+    rows = torch.cat([step.query_starts_B1[: 1 + len(step.slots_B)].diff() for step in steps])
+    assert ((drafts > 0) & (drafts < planted)).sum() > 5
+    assert ((drafts > planted) & (planted > 0)).sum() > 5
+    assert ((drafts > 0) & (planted == 0)).sum() > 5
+    assert ((drafts == 0) & (rows > 1) & (rows <= 1 + budgets)).sum() > 5
+    assert ((drafts == 0) & (rows > 1 + budgets)).sum() > 5
+    assert (rows > 1024).sum() > 0
+
+
+# Committing
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A step and what was drawn at the rows of its logits."""
+
+    trees: Topology
+    """As planted: not yet cut to the scheduled drafts."""
+    draft_tokens_T: torch.Tensor
+    target_tokens_T: torch.Tensor
+    logit_starts_B1: torch.Tensor
+    first_row_B: torch.Tensor
+    num_slots: int
+    num_tokens: int
+
+    def commit(self, requests: slice = slice(None)) -> Committed:
+        parts = (self.trees.parents_BN, self.trees.depths_BN, self.trees.num_nodes_B)
+        first, end, _ = requests.indices(len(self.first_row_B))
+        starts = self.logit_starts_B1[first : end + 1]
+        rows = slice(int(starts[0]), int(starts[-1]))
+        return walk_and_commit(
+            Topology(*(part[requests] for part in parts)),
+            self.draft_tokens_T[rows],
+            self.target_tokens_T[rows],
+            starts - starts[0],
+            self.first_row_B[requests],
+            self.num_slots,
+            self.num_tokens,
+        )
+
+
+def draw_verified(seed: int) -> Verified:
+    step = draw_step(seed)
+    rng = np.random.default_rng([seed, 1])
+    counts_B = 1 + step.num_drafts_B.long()
+    starts_B1 = torch.nn.functional.pad(counts_B.cumsum(0), (1, 0)).int()
+    total = int(starts_B1[-1])
+    drafts_T = torch.from_numpy(rng.integers(1, 3, total)).to(DEVICE, torch.int32)
+    drafts_T[torch.from_numpy(rng.random(total) < 0.1).to(DEVICE)] = -1  # vLLM's placeholder
+    return Verified(
+        Topology(*(part[step.slots_B] for part in vars(step.planted).values())),
+        drafts_T,
+        torch.from_numpy(rng.integers(1, 3, total)).to(DEVICE),
+        starts_B1,
+        step.query_starts_B1[1 : 1 + len(counts_B)].long() - counts_B,
+        step.num_slots,
+        step.num_rows,
+    )
+
+
+def commit_by_twins(verified: Verified) -> Committed:
+    """As `serve.seam.verifier` does it."""
+    starts_B, counts_B = verified.logit_starts_B1[:-1].long(), verified.logit_starts_B1.diff().long()
+    cut_B = torch.minimum(verified.trees.num_nodes_B, counts_B - 1)
+    topology = Topology(verified.trees.parents_BN, verified.trees.depths_BN, cut_B)
+    numbers_R = torch.arange(1 + verified.trees.parents_BN.shape[1], device=DEVICE)
+    rows_BR = starts_B[:, None] + numbers_R.where(numbers_R < counts_B[:, None], 0)
+    drafts_BN = verified.draft_tokens_T[rows_BR[:, 1:]].long()
+    target_BR = verified.target_tokens_T[rows_BR]
+    walk = tree_batch.follow_trees(topology, drafts_BN, target_BR, verified.num_slots)
+    paths, step_paths = path_rows(walk, starts_B), path_rows(walk, verified.first_row_B)
+    return Committed(walk, paths, step_paths, *commit_tokens(walk, drafts_BN, verified.num_tokens))
+
+
+@pytest.mark.parametrize("seed", STEPS)
+def test_one_launch_commits_what_the_twins_commit(seed):
+    verified = draw_verified(seed)
+    committed = verified.commit()
+    assert_same(committed, commit_by_twins(verified))
+    assert (committed.tokens_BE.dtype, committed.num_tokens_B.dtype) == (torch.int64, torch.int32)
+
+
+def test_the_drawn_steps_accept_nothing_or_much_on_and_off_the_spine():
+    walks = [commit_by_twins(draw_verified(seed)).walk for seed in STEPS]
+    accepted = torch.cat([walk.num_accepted_B for walk in walks])
+    off_spine = [(walk.path_BL > torch.arange(walk.path_BL.shape[1], device=DEVICE)).any(1) for walk in walks]
+    assert torch.cat(off_spine).sum() > 10
+    assert (accepted == 0).sum() > 10
+    assert (accepted > 2).sum() > 5
+
+
+def test_chunks_of_a_step_commit_what_the_whole_does():
+    verified = draw_verified(next(seed for seed in STEPS if len(draw_step(seed).slots_B) == 5))
+    whole, chunks = verified.commit(), [verified.commit(slice(0, 2)), verified.commit(slice(2, 5))]
+    for name in ("tokens_BE", "num_tokens_B"):
+        assert torch.equal(getattr(whole, name), torch.cat([getattr(chunk, name) for chunk in chunks]))
+    for name in ("source_BL", "target_BL"):
+        parts = [getattr(chunk.step_paths, name) for chunk in chunks]
+        assert torch.equal(getattr(whole.step_paths, name), torch.cat(parts))
+
+
+# On a GPU
+
+
+@pytest.mark.skipif(not IS_CUDA, reason="needs a GPU")
+@pytest.mark.parametrize("budget", [15, 31, 63])
+@pytest.mark.parametrize("kind", ["marginal", "sorted", "unsorted"])
+def test_a_graph_replays_growth_packing_and_walks_of_a_large_batch(kind, budget):
+    rng = np.random.default_rng(budget)
+    draws = [draw_scores(rng, 128, 15, budget, kind) for _ in range(3)]
+    scores = draws[0].clone()
+    tokens_BN = torch.randint(3, (128, budget), device=DEVICE)
+    target_BR = torch.randint(3, (128, 1 + budget), device=DEVICE)
+    words_BR = torch.empty(128, 1 + budget, dtype=torch.int64, device=DEVICE)
+
+    def step():
+        trees = grow_trees(scores, budget)
+        pack_ancestors(trees.parents_BN, trees.num_nodes_B, words_BR)
+        return trees, follow_trees(trees, tokens_BN, target_BR, 15)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        trees, walks = step()
+    for other in draws:
+        scores.copy_(other)
+        target_BR.copy_(torch.randint(3, target_BR.shape, device=DEVICE))
+        graph.replay()
+        expected = tree_batch.grow_trees(other, budget)
+        assert_same(trees, expected)
+        assert torch.equal(words_BR, pack_sees(see_ancestors(expected.parents_BN, 15)))
+        assert_same(walks, tree_batch.follow_trees(expected, tokens_BN, target_BR, 15))
+
+
+@pytest.mark.skipif(not IS_CUDA, reason="needs a GPU")
+def test_a_graph_replays_the_layout_and_the_commit_of_other_drafts():
+    step, verified = draw_step(304), draw_verified(304)
+    buffers = step.empty()
+    lay_out_step(*step.inputs, buffers)
+    verified.commit()
+    starts_B1 = verified.logit_starts_B1.clone()
+    inputs = (verified.trees, verified.draft_tokens_T, verified.target_tokens_T, starts_B1)
+    sizes = (verified.first_row_B, verified.num_slots, verified.num_tokens)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        lay_out_step(*step.inputs, buffers)
+        committed = walk_and_commit(*inputs, *sizes)
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        planted = draw_planted(rng, step.num_rows - 1, step.num_slots)
+        for mine, new in zip(vars(step.planted).values(), vars(planted).values(), strict=True):
+            mine.copy_(new)
+        for mine, new in zip(vars(verified.trees).values(), vars(planted).values(), strict=True):
+            mine.copy_(new[step.slots_B])
+        verified.target_tokens_T.copy_(torch.randint(1, 3, verified.target_tokens_T.shape))
+        graph.replay()
+        expected = step.empty()
+        lay_out_step_slowly(*step.inputs, expected)
+        assert_same(buffers, expected)
+        assert_same(committed, commit_by_twins(verified))
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from serve import tree_batch_kernels as kernels
+
+NARROW = ("slots", "query_starts", "seq_lens", "row_counts", "context_lens")
+NARROW += ("draft_tokens", "logit_starts", "token_counts")
+
+def type_of(name):
+    if name.endswith("stride") or name.startswith(("num_", "most_")) or name == "budget":
+        return "i32"
+    if name in ("scores", "node_scores", "chain_flags"):
+        return "*i1" if name == "chain_flags" else "*fp32"
+    return "*i32" if name in NARROW else "*i64"
+
+def shared_bytes(kernel, capability, warps, **sizes):
+    signature = {name: "constexpr" if name in sizes else type_of(name) for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=sizes)
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"num_warps": warps}).metadata.shared
+
+ones = dict(num_slots=1, num_candidates=1, budget=1)  # which Triton makes constants of
+for capability in (86, 90):
+    print(shared_bytes(kernels._grow_kernel, capability, 1, TILE_PARENTS=1, TILE_CANDIDATES=1, **ones))
+    print(shared_bytes(kernels._grow_kernel, capability, 1, TILE_PARENTS=16, TILE_CANDIDATES=16))
+    print(shared_bytes(kernels._grow_kernel, capability, 8, TILE_PARENTS=64, TILE_CANDIDATES=64))
+    print(shared_bytes(kernels._plant_kernel, capability, 1))
+    print(shared_bytes(kernels._pack_kernel, capability, 1))
+    print(shared_bytes(kernels._follow_kernel, capability, 1, num_slots=1, target_row_stride=1))
+    print(shared_bytes(kernels._commit_kernel, capability, 1))
+    print(shared_bytes(kernels._lay_out_kernel, capability, 1, AXES=3))
+"""
+
+
+def test_the_kernels_compile_for_sm_86_and_sm_90(tmp_path):
+    """Triton brings its assembler along, so no GPU is needed, but a process that does not interpret."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    compiled = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
+    )
+    assert compiled.returncode == 0, compiled.stderr
+    shared = [int(line) for line in compiled.stdout.split()]
+    assert len(shared) == 16
+    assert max(shared) <= SHARED_BYTES
