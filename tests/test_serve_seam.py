@@ -21,6 +21,7 @@ from serve.seam.checks import (
     CAPTURE_FIELDS,
     CAPTURE_SIGNATURES,
     CPU_TREE_SIGNATURES,
+    CUDA_TREE_SIGNATURES,
     TREE_SIGNATURES,
     WORKER_SIGNATURES,
     SeamError,
@@ -79,7 +80,7 @@ def test_another_vllm_is_refused(version):
 
 def test_this_vllm_has_the_signatures_and_fields_we_know():
     check_version(vllm.__version__)
-    check_signatures({**WORKER_SIGNATURES, **CAPTURE_SIGNATURES, **TREE_SIGNATURES})
+    check_signatures({**WORKER_SIGNATURES, **CAPTURE_SIGNATURES, **TREE_SIGNATURES, **CUDA_TREE_SIGNATURES})
     if not torch.cuda.is_available():
         check_signatures(CPU_TREE_SIGNATURES)
     check_fields(CAPTURE_FIELDS)
@@ -146,7 +147,10 @@ def tree_config(**changes: object) -> SimpleNamespace:
         "model_config.get_sliding_window": lambda: None,
         "model_config.logits_processors": None,
         "lora_config": None,
+        "speculative_config.enable_adaptive_verification": False,
         "parallel_config.pipeline_parallel_size": 1,
+        "parallel_config.decode_context_parallel_size": 1,
+        "parallel_config.prefill_context_parallel_size": 1,
         "cache_config.cache_dtype": "auto",
     }
     config = SimpleNamespace()
@@ -166,11 +170,13 @@ def tree_config(**changes: object) -> SimpleNamespace:
     [
         ("speculative_config.method", "eagle3", "dflash drafter, found eagle3"),
         ("speculative_config.draft_sample_method", "probabilistic", "draft_sample_method greedy"),
-        ("device_config.device_type", "cuda", "CPU only"),
+        ("speculative_config.enable_adaptive_verification", True, "adaptive verification"),
+        ("device_config.device_type", "xpu", "CPU or CUDA, not on xpu"),
         ("model_config.get_sliding_window", lambda: 128, "sliding windows"),
         ("model_config.logits_processors", ["mine"], "logits processors"),
         ("lora_config", object(), "LoRA"),
         ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size 1"),
+        ("parallel_config.decode_context_parallel_size", 2, "decode_context_parallel_size 1"),
         ("cache_config.cache_dtype", "fp8", "kv cache dtype fp8"),
     ],
 )

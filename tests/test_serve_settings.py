@@ -218,7 +218,7 @@ def test_check_says_what_fits(ours):
     done = run_command_line("--ckpt", ours, "--check")
     assert done.returncode == 0, done.stderr
     assert "fits its target" in done.stdout
-    assert "after target layers 1, 3, 5" in done.stdout
+    assert "after target layers 2, 4, 6" in done.stdout
 
 
 def test_check_ends_with_2_where_something_does_not_fit(published):

@@ -42,7 +42,7 @@ def test_a_published_checkpoint_is_in_the_published_format(tmp_path):
     summary = check_checkpoint(ckpt, str(EMBEDDED_TARGET))
     assert (summary.block_size, summary.dtype) == (8, "bfloat16")
     assert read_manifest(ckpt / "draftsmith.json", CheckpointManifest).step == 3
-    assert "7 tokens at a time from the target's layers\n1, 3, 5" in (ckpt / "README.md").read_text()
+    assert "7 tokens at a time from the target's layers\n2, 4, 6" in (ckpt / "README.md").read_text()
 
 
 def test_a_published_checkpoint_loads_as_it_was(tmp_path):
