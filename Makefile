@@ -1,4 +1,5 @@
-# make demo: the whole job on a CPU.  make test: the tests.  make lint: style and types.  All set up .venv first.
+# make demo: the whole job on a CPU.  make test: the tests.  make lint: style and types.  make soak: random traffic
+# through engines with draft trees, for 20 minutes on a CPU.  All set up .venv first.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +9,7 @@ PACKAGES := recipes serve data train eval
 # deepspeed's launcher and the tools it builds with (ninja) are looked up on the PATH
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo test lint venv
+.PHONY: demo test lint soak venv
 
 demo: venv
 	DS_ACCELERATOR=cpu $(VENV)/bin/deepspeed train/distill.py recipes/tiny_cpu.yaml
@@ -20,6 +21,10 @@ lint: venv
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy $(PACKAGES)
+
+soak: venv
+	$(VENV)/bin/python tests/soak.py --target hybrid
+	$(VENV)/bin/python tests/soak.py --target dense
 
 venv: $(READY)
 

@@ -74,6 +74,7 @@ class Spec:
     serve: dict[str, int] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
     """Arguments that a recipe does not have."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
     has_gpu_runtime: bool = False
     """On a CPU: what a GPU runs, its kernels interpreted (gpu_runtime_on_cpu.py)."""
 
@@ -162,7 +163,7 @@ def run_engine(spec: Spec) -> dict[str, Told]:
         gpu_runtime_on_cpu.install()
     settings = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256, "enforce_eager": True}
     arguments = engine_arguments(
-        Target(model=spec.target, dtype="float32"),
+        Target(model=spec.target, dtype=spec.dtype),
         Serve(**settings | spec.serve),
         Path(spec.ckpt),
         spec.budget,

@@ -51,7 +51,9 @@ class StepLimits:
 
 
 class TreeRuntime:
-    """The draft trees of one worker."""
+    """The draft trees of one worker.  Methods in the order in which an engine's life calls them."""
+
+    grow_trees = staticmethod(grow_trees)
 
     def __init__(self, limits: StepLimits, device: torch.device) -> None:
         self.limits, self.device = limits, device
@@ -60,6 +62,25 @@ class TreeRuntime:
         # one more: slot -1, a graph's padding
         self._chain_only = torch.zeros(limits.requests + 1, dtype=torch.bool, device=device)
         self._step: Step | None = None
+
+    def reserve(self, layers: Mapping[str, Any], num_axes: int) -> None:
+        """Takes what memory a step needs, before vLLM measures what is left.
+
+        layers: by name; num_axes: of positions [axes, T], 0 if they are [T].
+        """
+
+    def bind(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """The target's layers by KV cache group and name, whose caches are there now."""
+        layers = [layer for group in groups for layer in group.values()]
+        self.recurrent_layers = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
+        self._layer_caches = [
+            [layer.kv_cache for layer in group.values() if not isinstance(layer, RecurrentLayer)]
+            for group in groups
+        ]
+
+    def dummy_inputs(self, inputs: Mapping[str, Any], num_tokens: int) -> Mapping[str, Any]:
+        """What a CUDA graph is to be captured with, besides these inputs."""
+        return {}
 
     def admit(self, slot: int, *, chain_only: bool) -> None:
         """A new request took this slot; a chain is all that its sampling settings allow, or any tree."""
@@ -85,7 +106,9 @@ class TreeRuntime:
         is_ours = step is not None and step.input_batch is input_batch and step.trees is not None
         return step if is_ours else None
 
-    grow_trees = staticmethod(grow_trees)
+    def trees_at(self, slots_B: torch.Tensor, num_drafts_B: torch.Tensor) -> Topology:
+        """What is planted in these request slots, cut to so many drafts."""
+        return self._slots.read(slots_B, num_drafts_B)
 
     def attach(
         self,
@@ -119,34 +142,11 @@ class TreeRuntime:
         assert step.trees is not None
         return step.trees.move_positions(positions)
 
-    def dummy_inputs(self, inputs: Mapping[str, Any], num_tokens: int) -> Mapping[str, Any]:
-        """What a CUDA graph is to be captured with, besides these inputs."""
-        return {}
-
-    def trees_at(self, slots_B: torch.Tensor, num_drafts_B: torch.Tensor) -> Topology:
-        """What is planted in these request slots, cut to so many drafts."""
-        return self._slots.read(slots_B, num_drafts_B)
-
     def accept(self, walk: WalkBatch) -> None:
         """How far the target went along each tree of the step."""
         step = self._step
         assert step is not None and step.trees is not None, "a tree was verified outside a step"
         step.walk, step.paths = walk, path_rows(walk, step.trees.first_row_B)
-
-    def reserve(self, layers: Mapping[str, Any], num_axes: int) -> None:
-        """Takes what memory a step needs, before vLLM measures what is left.
-
-        layers: by name; num_axes: of positions [axes, T], 0 if they are [T].
-        """
-
-    def bind(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """The target's layers by KV cache group and name, whose caches are there now."""
-        layers = [layer for group in groups for layer in group.values()]
-        self.recurrent_layers = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
-        self._layer_caches = [
-            [layer.kv_cache for layer in group.values() if not isinstance(layer, RecurrentLayer)]
-            for group in groups
-        ]
 
     def commit(self) -> None:
         """Keeps of the step under way what the target accepted; once."""
@@ -160,6 +160,17 @@ class TreeRuntime:
         self.tidy_caches(step)
         for layer in self.recurrent_layers:
             layer.commit(walk)
+
+    def tidy_caches(self, step: Step) -> None:
+        """Moves the keys and values of the accepted paths to the slots that a chain's would have."""
+        assert step.paths is not None, "nothing was verified"
+        assert step.slot_mappings is not None, "a step with trees had no attention metadata"
+        source_rows, target_rows = step.paths.source_BL.flatten(), step.paths.target_BL.flatten()
+        for slots_T, caches in zip(step.slot_mappings, self._layer_caches, strict=True):
+            source, target = slots_T[source_rows], slots_T[target_rows]
+            for cache in caches:  # [blocks, heads, block size, 2 x head dim]
+                size = cache.shape[2]
+                cache[target // size, :, target % size] = cache[source // size, :, source % size]
 
     def tidy_states(self, input_batch: Any, tap_states: Sequence[torch.Tensor]) -> None:
         """Brings the tap states [T, H] of the accepted paths to where a chain's would be, in place; once."""
@@ -187,14 +198,3 @@ class TreeRuntime:
         self._slots.plant(slots_B, planted)
         chain_BN = torch.nn.functional.pad(candidates_BLC[:, :, 0], (0, self.budget - self.num_slots))
         return tokens_of(trees, candidates_BLC).where(~is_chain_B1, chain_BN)
-
-    def tidy_caches(self, step: Step) -> None:
-        """Moves the keys and values of the accepted paths to the slots that a chain's would have."""
-        assert step.paths is not None, "nothing was verified"
-        assert step.slot_mappings is not None, "a step with trees had no attention metadata"
-        source_rows, target_rows = step.paths.source_BL.flatten(), step.paths.target_BL.flatten()
-        for slots_T, caches in zip(step.slot_mappings, self._layer_caches, strict=True):
-            source, target = slots_T[source_rows], slots_T[target_rows]
-            for cache in caches:  # [blocks, heads, block size, 2 x head dim]
-                size = cache.shape[2]
-                cache[target // size, :, target % size] = cache[source // size, :, source % size]
