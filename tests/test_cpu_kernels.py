@@ -477,8 +477,33 @@ def test_ranks_of_bf16_logits_are_those_of_their_values():
     assert torch.equal(launch.written[0], (logits >= own).sum(dim=1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_grammars_masks_forbid_what_they_do_not_name(dtype):
+    """The kernel itself is an error in the interpreter, so cell by cell."""
+    draws, vocab, words, stride = Draws(0), 70, 3, 4
+    bounds = torch.tensor([0, 1, 4, 6], dtype=torch.int32)
+    logits = draws.logits(6, vocab, dtype=dtype)
+    places = torch.tensor(
+        [1 * stride + 2, 0, 2 * stride + 3, 1 * stride], dtype=torch.int32
+    )  # one is not there
+    masks = draws.integers(-(2**31), 2**31, 4, words, dtype=torch.int32)
+    expected = logits.clone()
+    for mask, place in zip(masks.tolist(), places.tolist(), strict=True):
+        request, row = divmod(place, stride)
+        for token in range(vocab):
+            is_allowed = mask[token // 32] >> token % 32 & 1
+            if not is_allowed and row < int(bounds[request + 1] - bounds[request]):
+                expected[int(bounds[request]) + row, token] = -torch.inf
+    kernel = HostKernel(interpreted(sampling.forbid_tokens), sampling.forbid_tokens)
+    sizes = {"MASK_STRIDE": stride, "BLOCK_SIZE": 8192}
+    kernel[4, 1](logits, vocab, places, bounds, masks, words, vocab, **sizes)
+    assert torch.equal(logits, expected)
+    assert expected.isinf().any()
+
+
 def test_every_stand_in_is_compared():
-    compared = {stand_in.kernel for stand_in, _ in CASES} | {s.kernel for s in drafting.STAND_INS[1:]}
+    alone = [*drafting.STAND_INS[1:], sampling.forbid_tokens]
+    compared = {stand_in.kernel for stand_in, _ in CASES} | {stand_in.kernel for stand_in in alone}
     assert compared == {stand_in.kernel for stand_in in STAND_INS}
 
 

@@ -1,12 +1,15 @@
 """The real server, plain and with an untrained drafter: what it streams, counts, opens and leaves behind."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -21,6 +24,7 @@ from serve.server import serving
 pytestmark = pytest.mark.engine
 
 RECIPE = tiny_recipe("serve.kv_cache_gib=0.25")
+REFERENCE = EMBEDDED_TARGET.parent / "drafter"
 TOPICS = ("open a file", "sort a list", "parse a date", "join two paths", "count words", "close a socket")
 CHATS = [[{"role": "user", "content": f"Write a function to {topic}."}] for topic in TOPICS]
 GREEDY = SamplingRequest(temperature=0.0, max_tokens=24, logprobs=2)
@@ -46,6 +50,12 @@ def plain(log_folder) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def chain(log_folder, drafter) -> Iterator[str]:
     with serving(RECIPE.target, RECIPE.serve, drafter, None, log_folder / "chain.log") as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def tree(log_folder) -> Iterator[str]:
+    with serving(RECIPE.target, RECIPE.serve, REFERENCE, 15, log_folder / "tree.log") as url:
         yield url
 
 
@@ -178,3 +188,20 @@ def wait_for_engine(parent: psutil.Process) -> list[psutil.Process]:
             return family
         time.sleep(0.2)
     raise AssertionError("no engine worker within two minutes")
+
+
+@pytest.mark.parametrize("served", ["plain", "chain", "tree"])
+def test_a_grammar_is_obeyed_and_its_neighbours_are_left_alone(request, served, plain_completions):
+    url = request.getfixturevalue(served)
+    asked = {"messages": CHATS[0], "max_tokens": 24, "temperature": 0.0}
+    with ThreadPoolExecutor() as pool:
+        constrained = {"structured_outputs": {"regex": "[a-f]{3} or [0-9]{4}"}}
+        texts = list(pool.map(lambda more: ask(url, asked | more), [constrained, {}, constrained]))
+    assert re.fullmatch("[a-f]{3} or [0-9]{4}", texts[0])
+    assert texts[2] == texts[0]
+    assert texts[1][:8] == plain_completions[0].text[:8]  # bf16 may break a tie later on
+
+
+def ask(url: str, body: dict[str, Any]) -> str:
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120).raise_for_status().json()
+    return answer["choices"][0]["message"]["content"]

@@ -157,4 +157,26 @@ def rank_tokens(a: Arguments) -> None:
     a.output_ptr[: a.grid[0]] = (logit_TV >= own_T1).sum(axis=1)
 
 
-STAND_INS = [scale_by_temperature, draw_tokens, take_log_softmax, rank_tokens]
+@stands_in_for(
+    "vllm.v1.worker.gpu.structured_outputs._apply_grammar_bitmask_kernel",
+    "logits_ptr logits_stride logits_indices_ptr cu_num_logits_ptr bitmask_ptr bitmask_stride vocab_size"
+    " MASK_STRIDE BLOCK_SIZE",
+)
+def forbid_tokens(a: Arguments) -> None:
+    """Logits of tokens that a grammar does not allow become -inf, in place.
+
+    A mask, int32 [masks, V / 32], belongs to a request and one of its rows; the kernel itself is an error in
+    the interpreter (3.9).
+    """
+    num_masks = a.grid[0]
+    request_M, row_M = np.divmod(a.logits_indices_ptr[:num_masks], a.MASK_STRIDE)
+    first_M = a.cu_num_logits_ptr[request_M]
+    is_there_M = row_M < a.cu_num_logits_ptr[request_M + 1] - first_M
+    bytes_MX = np.ascontiguousarray(a.bitmask_ptr[:num_masks][is_there_M]).view(np.uint8)
+    allowed_MV = np.unpackbits(bytes_MX, axis=1, bitorder="little")[:, : a.vocab_size].astype(bool)
+    logits_TV = torch.as_tensor(a.logits_ptr)
+    for row, allowed_V in zip((first_M + row_M)[is_there_M], allowed_MV, strict=True):
+        logits_TV[row, : a.vocab_size].masked_fill_(torch.from_numpy(~allowed_V), -torch.inf)
+
+
+STAND_INS = [scale_by_temperature, draw_tokens, take_log_softmax, rank_tokens, forbid_tokens]
