@@ -21,7 +21,7 @@ import triton.language as tl
 from serve.tree import ROOT
 from serve.tree_attention import MOST_ROWS, pack_sees, spread_words
 from serve.tree_batch import Topology, TreeBatch, WalkBatch, see_ancestors
-from serve.tree_slots import PathRows, begin_step
+from serve.tree_slots import begin_step
 
 _ROOT = tl.constexpr(ROOT)
 _ROWS = tl.constexpr(MOST_ROWS)
@@ -167,10 +167,6 @@ class Committed:
     """What a verified step comes to."""
 
     walk: WalkBatch
-    logit_paths: PathRows
-    """Among the rows of the logits."""
-    step_paths: PathRows
-    """Among the rows of the step."""
     tokens_BE: torch.Tensor
     """Emitted: the path's, then the target's own, then zeros.  int64"""
     num_tokens_B: torch.Tensor
@@ -182,18 +178,17 @@ def walk_and_commit(
     draft_tokens_T: torch.Tensor,
     target_tokens_T: torch.Tensor,
     logit_starts_B1: torch.Tensor,
-    first_row_B: torch.Tensor,
     num_slots: int,
     num_tokens: int,
 ) -> Committed:
-    """What follows the sampling of a step: `follow_trees`, `path_rows` and `commit_tokens` in one launch.
+    """What follows the sampling of a step: `follow_trees` and `commit_tokens` in one launch.
 
     draft_tokens_T, target_tokens_T: by rows of the logits, integers of any width: the draft that a row holds
     (none where the committed token is), and the target's token after it.  logit_starts_B1: [B + 1], vLLM's
     cu_num_logits; a request's rows are its committed token's and those of the scheduled drafts, to which its
-    tree is cut.  first_row_B: of the committed tokens, among the rows of the step.  num_tokens: E.
+    tree is cut.  num_tokens: E.
 
-    A chunk of a step's requests passes slices of its trees and first rows.
+    A chunk of a step's requests passes slices of its trees.
     """
     batch, num_nodes = trees.parents_BN.shape
     assert logit_starts_B1.shape == (batch + 1,), f"{logit_starts_B1.shape} for {batch} requests"
@@ -204,8 +199,6 @@ def walk_and_commit(
     device = target_tokens_T.device
     committed = Committed(
         walk=_allocate_walk(batch, num_slots, target_tokens_T),
-        logit_paths=_allocate_paths(batch, num_slots, device),
-        step_paths=_allocate_paths(batch, num_slots, device),
         tokens_BE=torch.empty(batch, num_tokens, dtype=torch.int64, device=device),
         num_tokens_B=torch.empty(batch, dtype=torch.int32, device=device),
     )
@@ -215,14 +208,9 @@ def walk_and_commit(
         draft_tokens_T,
         target_tokens_T,
         logit_starts_B1,
-        first_row_B,
         committed.walk.path_BL,
         committed.walk.num_accepted_B,
         committed.walk.bonus_B,
-        committed.logit_paths.source_BL,
-        committed.logit_paths.target_BL,
-        committed.step_paths.source_BL,
-        committed.step_paths.target_BL,
         committed.tokens_BE,
         committed.num_tokens_B,
         num_slots,
@@ -241,11 +229,6 @@ def _allocate_walk(batch: int, num_slots: int, tokens: torch.Tensor) -> WalkBatc
         num_accepted_B=torch.empty(batch, **integers),
         bonus_B=torch.empty(batch, dtype=tokens.dtype, device=tokens.device),
     )
-
-
-def _allocate_paths(batch: int, num_slots: int, device: torch.device) -> PathRows:
-    shape = (2, batch, num_slots)
-    return PathRows(*torch.empty(shape, dtype=torch.int64, device=device))
 
 
 @dataclass(frozen=True)
@@ -603,14 +586,9 @@ def _commit_kernel(
     draft_tokens: tl.tensor,
     target_tokens: tl.tensor,
     logit_starts: tl.tensor,
-    first_rows: tl.tensor,
     path: tl.tensor,
     accepted_counts: tl.tensor,
     bonus: tl.tensor,
-    logit_sources: tl.tensor,
-    logit_targets: tl.tensor,
-    step_sources: tl.tensor,
-    step_targets: tl.tensor,
     tokens: tl.tensor,
     token_counts: tl.tensor,
     num_slots: int,
@@ -622,7 +600,6 @@ def _commit_kernel(
     request = tl.program_id(0).to(tl.int64)
     first_logit = tl.load(logit_starts + request).to(tl.int64)
     num_drafts = tl.load(logit_starts + request + 1) - first_logit - 1
-    first_row = tl.load(first_rows + request).to(tl.int64)
     number = tl.arange(0, _ROWS)
     is_node = number < tl.minimum(tl.load(node_counts + request), num_drafts)
     parents += request * parents_request_stride + number * parents_node_stride
@@ -637,15 +614,7 @@ def _commit_kernel(
     tl.store(bonus + request, last.to(bonus.dtype.element_ty))
     tl.store(tokens + request * num_tokens + number, emitted, mask=number < num_tokens)
     tl.store(token_counts + request, count + 1)
-
-    at = request * num_slots + number
-    is_slot = number < num_slots
-    target = tl.where(number < count, number + 1, 0)
-    tl.store(path + at, nodes, mask=is_slot)
-    tl.store(logit_sources + at, first_logit + nodes + 1, mask=is_slot)
-    tl.store(logit_targets + at, first_logit + target, mask=is_slot)
-    tl.store(step_sources + at, first_row + nodes + 1, mask=is_slot)
-    tl.store(step_targets + at, first_row + target, mask=is_slot)
+    tl.store(path + request * num_slots + number, nodes, mask=number < num_slots)
 
 
 # These come in all values, so none is to be compiled for.

@@ -9,19 +9,15 @@ from itertools import pairwise, starmap
 from typing import Any
 
 import torch
-from vllm.model_executor.custom_op import PluggableLayer
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.attention.backends.registry import (
-    AttentionBackendEnum,
-    MambaAttentionBackendEnum,
-    register_backend,
-)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from serve.seam import cpu_tree_gdn, cuda_runtime, cuda_tree_gdn, trees
 from serve.seam.cpu_tree_attention import TreeAttention
 from serve.seam.cuda_tree_attention import TreeFlashAttention
 from serve.seam.cuda_verifier import CudaTreeVerifier
+from serve.seam.gdn_slots import register_gdn
 from serve.tree_attention import attend_context, gather_paged
 from serve.tree_gdn import compute_gates
 
@@ -29,9 +25,7 @@ from serve.tree_gdn import compute_gates
 def install() -> None:
     """For the engines of this process that draft trees."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{FlashOnCpuBackend.__name__}")
-    PluggableLayer.register_oot(GdnOnCpu, name="QwenGatedDeltaNetAttention")
-    path = f"{cpu_tree_gdn.__name__}.{cpu_tree_gdn.TreeGdnBackend.__name__}"
-    register_backend(MambaAttentionBackendEnum.GDN_ATTN, path, is_mamba=True)
+    register_gdn(GdnOnCpu, cpu_tree_gdn.TreeGdnBackend)
     flash_attn.flash_attn_varlen_func = attend_contexts
     cuda_runtime.TreeGatedDeltaNet = GdnOnCpu
     cuda_runtime.TreeFlashAttention = FlashOnCpu

@@ -28,7 +28,7 @@ from serve.tree_batch_kernels import (
     plant_trees,
     walk_and_commit,
 )
-from serve.tree_slots import commit_tokens, path_rows
+from serve.tree_slots import commit_tokens
 
 IS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if IS_CUDA else "cpu"  # on a CPU the kernels are interpreted
@@ -390,13 +390,12 @@ class Verified:
     draft_tokens_T: torch.Tensor
     target_tokens_T: torch.Tensor
     logit_starts_B1: torch.Tensor
-    first_row_B: torch.Tensor
     num_slots: int
     num_tokens: int
 
     def commit(self, requests: slice = slice(None)) -> Committed:
         parts = (self.trees.parents_BN, self.trees.depths_BN, self.trees.num_nodes_B)
-        first, end, _ = requests.indices(len(self.first_row_B))
+        first, end, _ = requests.indices(len(self.logit_starts_B1) - 1)
         starts = self.logit_starts_B1[first : end + 1]
         rows = slice(int(starts[0]), int(starts[-1]))
         return walk_and_commit(
@@ -404,7 +403,6 @@ class Verified:
             self.draft_tokens_T[rows],
             self.target_tokens_T[rows],
             starts - starts[0],
-            self.first_row_B[requests],
             self.num_slots,
             self.num_tokens,
         )
@@ -423,7 +421,6 @@ def draw_verified(seed: int) -> Verified:
         drafts_T,
         torch.from_numpy(rng.integers(1, 3, total)).to(DEVICE),
         starts_B1,
-        step.query_starts_B1[1 : 1 + len(counts_B)].long() - counts_B,
         step.num_slots,
         step.num_rows,
     )
@@ -439,8 +436,7 @@ def commit_by_twins(verified: Verified) -> Committed:
     drafts_BN = verified.draft_tokens_T[rows_BR[:, 1:]].long()
     target_BR = verified.target_tokens_T[rows_BR]
     walk = tree_batch.follow_trees(topology, drafts_BN, target_BR, verified.num_slots)
-    paths, step_paths = path_rows(walk, starts_B), path_rows(walk, verified.first_row_B)
-    return Committed(walk, paths, step_paths, *commit_tokens(walk, drafts_BN, verified.num_tokens))
+    return Committed(walk, *commit_tokens(walk, drafts_BN, verified.num_tokens))
 
 
 @pytest.mark.parametrize("seed", STEPS)
@@ -465,9 +461,7 @@ def test_chunks_of_a_step_commit_what_the_whole_does():
     whole, chunks = verified.commit(), [verified.commit(slice(0, 2)), verified.commit(slice(2, 5))]
     for name in ("tokens_BE", "num_tokens_B"):
         assert torch.equal(getattr(whole, name), torch.cat([getattr(chunk, name) for chunk in chunks]))
-    for name in ("source_BL", "target_BL"):
-        parts = [getattr(chunk.step_paths, name) for chunk in chunks]
-        assert torch.equal(getattr(whole.step_paths, name), torch.cat(parts))
+    assert torch.equal(whole.walk.path_BL, torch.cat([chunk.walk.path_BL for chunk in chunks]))
 
 
 # On a GPU
@@ -511,7 +505,7 @@ def test_a_graph_replays_the_layout_and_the_commit_of_other_drafts():
     verified.commit()
     starts_B1 = verified.logit_starts_B1.clone()
     inputs = (verified.trees, verified.draft_tokens_T, verified.target_tokens_T, starts_B1)
-    sizes = (verified.first_row_B, verified.num_slots, verified.num_tokens)
+    sizes = (verified.num_slots, verified.num_tokens)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         lay_out_step(*step.inputs, buffers)

@@ -162,8 +162,8 @@ class CudaTreeRuntime(TreeRuntime):
     def plant(self, slots_B: torch.Tensor, trees: TreeBatch, candidates_BLC: torch.Tensor) -> torch.Tensor:
         return plant_trees(trees, candidates_BLC, self._chain_only, slots_B, self._slots.planted)
 
-    def depths_of_rows(self, rows_T: torch.Tensor) -> torch.Tensor:
-        """How much further than its place in the step each of these rows stands. [T]"""
+    def shifts_of_rows(self, rows_T: torch.Tensor) -> torch.Tensor:
+        """How much further than its row the node of each of these rows stands. [T]"""
         moved, linear = (torch.atleast_2d(x)[0] for x in (self._buffers.positions, self._linear_positions))
         return moved[rows_T] - linear[rows_T]
 
@@ -183,7 +183,6 @@ class CudaTreeRuntime(TreeRuntime):
             draft_tokens_T.contiguous(),
             target_tokens_T.contiguous(),
             logit_starts_B1,
-            step.first_row_P[requests],
             self.num_slots,
             num_tokens,
         )

@@ -14,26 +14,13 @@ from typing import Any
 
 import torch
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
-from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
 
 from serve.seam.gdn_slots import OneStateSlot
 from serve.tree_gdn_kernels import GateWeights, Kept, Projected, convolve_trees_, verify_trees_
 from serve.tree_step import GroupTrees
-
-_LAYER = "QwenGatedDeltaNetAttention"  # vLLM looks a replacement up by the name of the class it replaces
-
-
-def register_cuda_layer() -> None:
-    """Replaces layer and metadata builder for the engine of this process; once."""
-    if op_registry_oot.get(_LAYER) is TreeGatedDeltaNet:
-        return
-    PluggableLayer.register_oot(TreeGatedDeltaNet, name=_LAYER)
-    path = f"{__name__}.{TreeGdnBackend.__name__}"
-    register_backend(MambaAttentionBackendEnum.GDN_ATTN, path, is_mamba=True)
 
 
 class TreeGatedDeltaNet(OneStateSlot, QwenGatedDeltaNetAttention):

@@ -3,12 +3,26 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention as _Layer
 else:
     _Layer = object
+
+
+_LAYER = "QwenGatedDeltaNetAttention"  # vLLM looks a replacement up by the name of the class it replaces
+
+
+def register_gdn(layer_class: type, backend_class: type) -> None:
+    """Replaces Gated-DeltaNet layer and metadata for the engine of this process; idempotent."""
+    if op_registry_oot.get(_LAYER) is layer_class:
+        return
+    PluggableLayer.register_oot(layer_class, name=_LAYER)
+    path = f"{backend_class.__module__}.{backend_class.__name__}"
+    register_backend(MambaAttentionBackendEnum.GDN_ATTN, path, is_mamba=True)
 
 
 class OneStateSlot(_Layer):

@@ -60,21 +60,23 @@ def install_trees(vllm_config: Any, num_slots: int) -> None:
 
 def _use_cpu_layers() -> tuple[type[TreeRuntime], type[TreeVerifier]]:
     from serve.seam.cpu_tree_attention import register_cpu_backend
-    from serve.seam.cpu_tree_gdn import register_cpu_layer
+    from serve.seam.cpu_tree_gdn import TreeGatedDeltaNet, TreeGdnBackend
+    from serve.seam.gdn_slots import register_gdn
 
     register_cpu_backend()
-    register_cpu_layer()
+    register_gdn(TreeGatedDeltaNet, TreeGdnBackend)
     return TreeRuntime, TreeVerifier
 
 
 def _use_cuda_layers() -> tuple[type[TreeRuntime], type[TreeVerifier]]:
     from serve.seam.cuda_runtime import CudaTreeRuntime
     from serve.seam.cuda_tree_attention import register_cuda_backend
-    from serve.seam.cuda_tree_gdn import register_cuda_layer
+    from serve.seam.cuda_tree_gdn import TreeGatedDeltaNet, TreeGdnBackend
     from serve.seam.cuda_verifier import CudaTreeVerifier
+    from serve.seam.gdn_slots import register_gdn
 
     register_cuda_backend()
-    register_cuda_layer()
+    register_gdn(TreeGatedDeltaNet, TreeGdnBackend)
     return CudaTreeRuntime, CudaTreeVerifier
 
 

@@ -8,6 +8,8 @@ exactly the target's distribution.
 
 # B=requests  R=rows of a request (committed token, nodes)  T=logits rows
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,19 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from serve.seam.runtime import TreeRuntime
-from serve.tree_batch import WalkBatch, follow_trees
+from serve.tree_batch import Topology, WalkBatch, follow_trees
 from serve.tree_slots import commit_tokens, path_rows, tidy_rows
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some requests of a step; rows of the logits are counted from its first."""
+
+    slots_B: torch.Tensor
+    starts_B1: torch.Tensor
+    local_positions_T: torch.Tensor
+    """Of a row within its request."""
+    drafts_T: torch.Tensor
 
 
 class TreeVerifier(RejectionSampler):
@@ -47,30 +60,50 @@ class TreeVerifier(RejectionSampler):
         verify_draft_sampled: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of one chunk's requests: (processed logits in path order, [B, R] tokens, how many of them)."""
-        first_row_B, counts_B = cu_num_logits[:-1].long(), cu_num_logits.diff().long()
-        topology = self._runtime.trees_at(idx_mapping, counts_B - 1)
-        depths_BR = torch.nn.functional.pad(topology.depths_BN, (1, 0))
-        request_T = torch.repeat_interleave(
-            torch.arange(len(counts_B), device=logits.device), counts_B, output_size=len(logits)
-        )
-        depth_T = depths_BR[request_T, expanded_local_pos.long()]
+        chunk = Chunk(idx_mapping, cu_num_logits, expanded_local_pos, verify_draft_sampled)
+        shift_T = self._find_shifts(chunk)
         target_T, processed = self.sampler.sample(
             logits,
             expanded_idx_mapping,
             idx_mapping,
             idx_mapping_np,
-            pos - expanded_local_pos + depth_T.to(pos.dtype),
+            pos + shift_T.to(pos.dtype),
             draft_sampled,
             expanded_local_pos,
             seq_lens_upper_bound_np,
         )
-        numbers_R = torch.arange(depths_BR.shape[1], device=logits.device)
-        rows_BR = first_row_B[:, None] + numbers_R.where(numbers_R < counts_B[:, None], 0)
-        drafts_BN = verify_draft_sampled[rows_BR[:, 1:]].long()
-        walk = follow_trees(topology, drafts_BN, target_T[rows_BR].long(), self._runtime.num_slots)
+        # log-probabilities are read in the order of the text
+        walk, tokens_BR, counts_B = self._walk(
+            chunk, target_T, [logits] if processed is logits else [logits, processed]
+        )
         self._walks.append(walk)
+        return processed, tokens_BR.to(target_T.dtype), counts_B.to(torch.int32)
+
+    def _find_shifts(self, chunk: Chunk) -> torch.Tensor:
+        """How much further than its row each node stands, by rows of the logits. [T]"""
+        counts_B = chunk.starts_B1.diff().long()
+        depths_BR = torch.nn.functional.pad(self._trees_of(chunk).depths_BN, (1, 0))
+        request_T = torch.repeat_interleave(
+            torch.arange(len(counts_B), device=counts_B.device),
+            counts_B,
+            output_size=len(chunk.local_positions_T),
+        )
+        return depths_BR[request_T, chunk.local_positions_T.long()] - chunk.local_positions_T
+
+    def _walk(
+        self, chunk: Chunk, target_T: torch.Tensor, of_rows: Sequence[torch.Tensor]
+    ) -> tuple[WalkBatch, torch.Tensor, torch.Tensor]:
+        """The walks, the tokens [B, R] and their counts; brings `of_rows` [T, V] into path order."""
+        first_row_B, counts_B = chunk.starts_B1[:-1].long(), chunk.starts_B1.diff().long()
+        numbers_R = torch.arange(self._runtime.budget + 1, device=target_T.device)
+        rows_BR = first_row_B[:, None] + numbers_R.where(numbers_R < counts_B[:, None], 0)
+        drafts_BN = chunk.drafts_T[rows_BR[:, 1:]].long()
+        targets_BR = target_T[rows_BR].long()
+        walk = follow_trees(self._trees_of(chunk), drafts_BN, targets_BR, self._runtime.num_slots)
         paths = path_rows(walk, first_row_B)
-        for rows in [logits] if processed is logits else [logits, processed]:
-            tidy_rows(rows, paths)  # log-probabilities are read in the order of the text
-        sampled_BR, num_sampled_B = commit_tokens(walk, drafts_BN, self.num_speculative_steps + 1)
-        return processed, sampled_BR.to(target_T.dtype), num_sampled_B.to(torch.int32)
+        for rows in of_rows:
+            tidy_rows(rows, paths)
+        return walk, *commit_tokens(walk, drafts_BN, self.num_speculative_steps + 1)
+
+    def _trees_of(self, chunk: Chunk) -> Topology:
+        return self._runtime.trees_at(chunk.slots_B, chunk.starts_B1.diff().long() - 1)
