@@ -90,7 +90,8 @@ def engine_arguments(target: Target, serve: Serve, ckpt: Path | None, budget: in
         arguments["speculative_config"], options = _drafting(ckpt, budget)
         if options:
             arguments["additional_config"].setdefault(SECTION, {}).update(options)
-            arguments["enforce_eager"] = True  # vLLM's compiler cannot look into plain torch's loops
+            # vLLM's compiler cannot look into plain torch's loops, which a CPU runs
+            arguments["enforce_eager"] = serve.enforce_eager or not is_cuda()
     return arguments
 
 
@@ -105,11 +106,6 @@ def check_budget(budget: int | None) -> None:
     if budget is not None and not PLAIN_BUDGET <= budget <= MOST_NODES:
         raise UserError(
             f"budget {budget}: expected 1 to {MOST_NODES} for trees, or {PLAIN_BUDGET} for plain decoding;"
-            " leave it out for the chain"
-        )
-    if budget and is_cuda():
-        raise UserError(
-            f"budget {budget}: draft trees run on vLLM's CPU build alone in this version;"
             " leave it out for the chain"
         )
 

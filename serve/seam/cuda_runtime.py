@@ -25,7 +25,13 @@ from serve.tree_batch_kernels import (
     plant_trees,
     walk_and_commit,
 )
-from serve.tree_cache_kernels import StackedCaches, compact_layers_, stack_caches, tidy_states_
+from serve.tree_cache_kernels import (
+    StackedCaches,
+    compact_layers_,
+    stack_caches,
+    tidy_stacked_,
+    tidy_states_,
+)
 from serve.tree_gdn_kernels import KeptLayers, allocate_kept, commit_layers_
 from serve.tree_step import Extent, view_trees
 
@@ -52,6 +58,7 @@ class CudaTreeRuntime(TreeRuntime):
         positions = torch.zeros(shape, dtype=torch.int64, device=self.device)
         self._buffers = allocate_step(limits.requests, limits.budget, positions)
         self._linear_positions = positions  # of the step under way
+        self._stacked_states: dict[tuple[tuple[int, int], ...], StackedCaches] = {}
         self._gdn_layers = {
             name: layer for name, layer in layers.items() if isinstance(layer, TreeGatedDeltaNet)
         }
@@ -112,11 +119,10 @@ class CudaTreeRuntime(TreeRuntime):
             return
         else:
             extent = step.trees
-            step.slot_mappings = slot_mappings
+            step.slot_mappings, step.is_replayed = slot_mappings, is_full_graph
             self._read_state_slots(input_batch.num_reqs, block_tables)
-            if is_full_graph:
-                padded = input_batch.num_reqs_after_padding, input_batch.num_tokens_after_padding
-                extent = Extent(*padded, is_all_of_batch=True)
+            if is_full_graph:  # it was told when it was captured
+                return
         self._tell_layers(metadata, extent, input_batch.query_start_loc)
 
     def _tell_layers(
@@ -129,8 +135,9 @@ class CudaTreeRuntime(TreeRuntime):
             metadata[name].trees = views[group]
 
     def _read_state_slots(self, num_reqs: int, block_tables: Sequence[torch.Tensor]) -> None:
-        for group in {self._group_of[name] for name in self._gdn_layers}:
-            self._state_slots_GB[group, :num_reqs].copy_(block_tables[group][:num_reqs, 0])
+        if self._gdn_layers:  # of attention's groups too, where nobody reads them: it is one launch
+            slots_GB = self._state_slots_GB[:, :num_reqs]
+            torch.stack([table[:num_reqs, 0] for table in block_tables], out=slots_GB)
 
     def _clear(self) -> None:
         """Nothing is verified: kernels find no rows."""
@@ -219,8 +226,18 @@ class CudaTreeRuntime(TreeRuntime):
             return
         step.are_states_tidy = True
         walk = step.walk
-        first_row_B = self._buffers.first_row_P[: len(walk.path_BL)]
-        tidy_states_(tap_states, first_row_B, walk.path_BL, walk.num_accepted_B)
+        where = self._buffers.first_row_P[: len(walk.path_BL)], walk.path_BL, walk.num_accepted_B
+        if step.is_replayed:
+            tidy_stacked_(self._stack_states(tap_states), *where)
+        else:
+            tidy_states_(tap_states, *where)
+
+    def _stack_states(self, tap_states: Sequence[torch.Tensor]) -> StackedCaches:
+        """Of what graphs write, which stays where it is: one table for each of their sizes."""
+        key = tuple((states.data_ptr(), states.shape[0]) for states in tap_states)
+        if key not in self._stacked_states:
+            self._stacked_states[key] = stack_caches(tap_states)
+        return self._stacked_states[key]
 
 
 def _reserve_kept(layers: Sequence[TreeGatedDeltaNet], max_requests: int, max_rows: int) -> KeptLayers:

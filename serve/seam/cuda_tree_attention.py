@@ -4,11 +4,16 @@ Stands in for `vllm.v1.attention.backends.flash_attn`.  A batch's tree rows come
 (`sort_batch_req_ids`); what follows, and the drafter, whose metadata names no trees, stock attends to.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import flash_attn
-from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from serve.tree_kernels import attend_ragged, merge_states
@@ -94,7 +99,17 @@ class TreeFlashAttention(FlashAttentionImpl):
         merge_states(output_THd, lse_HT, rows_THd, lse_rows_TH, trees.words_T)
 
 
+class TreeFlashMetadataBuilder(FlashAttentionMetadataBuilder):
+    """A graph holds trees, so a step of prompts alone cannot use it: none is captured for mixed batches."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+
 class TreeFlashBackend(FlashAttentionBackend):
+    @staticmethod
+    def get_builder_cls() -> type[TreeFlashMetadataBuilder]:
+        return TreeFlashMetadataBuilder
+
     @staticmethod
     def get_impl_cls() -> type[TreeFlashAttention]:
         return TreeFlashAttention

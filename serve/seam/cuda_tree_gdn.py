@@ -16,7 +16,11 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
+from vllm.v1.attention.backends.gdn_attn import (
+    GDNAttentionBackend,
+    GDNAttentionMetadata,
+    GDNAttentionMetadataBuilder,
+)
 
 from serve.seam.gdn_slots import OneStateSlot
 from serve.tree_gdn_kernels import GateWeights, Kept, Projected, convolve_trees_, verify_trees_
@@ -38,6 +42,7 @@ class TreeGatedDeltaNet(OneStateSlot, QwenGatedDeltaNetAttention):
         metadata = (get_forward_context().attn_metadata or {}).get(self.prefix)
         trees: GroupTrees | None = getattr(metadata, "trees", None)
         if trees is None:
+            assert not isinstance(metadata, TreesAlone), f"{self.prefix}: the step's trees were not attached"
             super()._forward_core(mixed_qkv, b, a, core_attn_out)
             return
         if not trees.extent.is_all_of_batch:
@@ -128,6 +133,10 @@ def _rest_of(metadata: Any, trees: GroupTrees) -> Any:
     )
 
 
+class TreesAlone(GDNAttentionMetadata):
+    """Of a batch whose rows are all trees': stock code has nothing to do."""
+
+
 class TreeGdnMetadataBuilder(GDNAttentionMetadataBuilder):
     """Stock metadata, where rows with drafts alone are a tree's; a request has one state slot."""
 
@@ -146,10 +155,19 @@ class TreeGdnMetadataBuilder(GDNAttentionMetadataBuilder):
     ) -> Any:
         drafts = num_decode_draft_tokens_cpu
         if drafts is not None:
+            if _are_trees_alone(common_attn_metadata, drafts):
+                # a group's metadata takes stock code some twenty launches, a hybrid has a dozen groups
+                return TreesAlone(0, 0, 0, 0, 0, 0, common_attn_metadata.num_actual_tokens)
             # stock code keeps a decoding request without drafts among those with, since its state lies in a
             # slot that depends on what was accepted; ours has one slot
             drafts = drafts.where(drafts > 0, -1)
         return super().build(common_prefix_len, common_attn_metadata, num_accepted_tokens, drafts, fast_build)
+
+
+def _are_trees_alone(metadata: Any, drafts_B: torch.Tensor) -> bool:
+    """Whether each request that has rows has drafts; a graph's padding has no rows."""
+    starts_B1 = metadata.query_start_loc_cpu.numpy()
+    return bool(((drafts_B.numpy() > 0) | (starts_B1[1:] == starts_B1[:-1])).all())
 
 
 class TreeGdnBackend(GDNAttentionBackend):

@@ -36,6 +36,8 @@ class Step:
     paths: PathRows | None = None
     is_committed: bool = False
     are_states_tidy: bool = False
+    is_replayed: bool = False
+    """By a CUDA graph."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from serve.seam.runtime import TreeRuntime
@@ -40,10 +41,16 @@ class TreeVerifier(RejectionSampler):
 
     def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         self._walks.clear()
+        self._are_rows_read = self._will_read_rows(input_batch)
         output = super().__call__(logits, input_batch, *args, **kwargs)
         parts = [(walk.path_BL, walk.num_accepted_B, walk.bonus_B) for walk in self._walks]
         self._runtime.accept(WalkBatch(*(torch.cat(part) for part in zip(*parts, strict=True))))
         return output
+
+    def _will_read_rows(self, input_batch: Any) -> bool:
+        """Whether anything reads the logits' rows after the walk, in the order of the text."""
+        asked = self.sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
+        return asked != NO_LOGPROBS or self.sampler.return_sampling_mask
 
     def _verify(  # noqa: PLR0913, PLR0917 - vLLM's signature
         self,
@@ -72,10 +79,8 @@ class TreeVerifier(RejectionSampler):
             expanded_local_pos,
             seq_lens_upper_bound_np,
         )
-        # log-probabilities are read in the order of the text
-        walk, tokens_BR, counts_B = self._walk(
-            chunk, target_T, [logits] if processed is logits else [logits, processed]
-        )
+        of_rows = [logits] if processed is logits else [logits, processed]
+        walk, tokens_BR, counts_B = self._walk(chunk, target_T, of_rows if self._are_rows_read else [])
         self._walks.append(walk)
         return processed, tokens_BR.to(target_T.dtype), counts_B.to(torch.int32)
 
