@@ -28,6 +28,11 @@ _CPU_CACHE_GIB = 1.0
 PLAIN_BUDGET = 0
 MOST_NODES = 63
 """Of a tree: its rows, the committed token's with them, fit the bits of a word."""
+DEFAULT_BUDGET = 15
+"""Nodes of a tree where nobody says: as many rows as the chain of a block of 16, so no step is longer, and
+most of what larger trees accept (LOG.md, "draft trees on a GPU")."""
+CHAIN = "chain"
+"""What a command line calls the budget None."""
 SECTION = "draftsmith"
 """What is asked of our plugin (serve/seam/), in vLLM's additional_config."""
 
@@ -101,12 +106,31 @@ def make_stock(arguments: dict[str, Any], environment: dict[str, str]) -> None:
     environment["VLLM_PLUGINS"] = ""  # vLLM loads the plugins named here: none
 
 
+def read_budget(text: str | None) -> int | None:
+    """A budget as users write it: a number of nodes, "chain", or None for the default.
+
+    Raises UserError for anything else.
+    """
+    if text is None:
+        return DEFAULT_BUDGET
+    if text == CHAIN:
+        return None
+    try:
+        budget = int(text)
+    except ValueError:
+        raise UserError(
+            f"--budget {text}: expected a number of nodes, 0 to {MOST_NODES}, or {CHAIN}"
+        ) from None
+    check_budget(budget)
+    return budget
+
+
 def check_budget(budget: int | None) -> None:
     """Raises UserError for a budget that is not served."""
     if budget is not None and not PLAIN_BUDGET <= budget <= MOST_NODES:
         raise UserError(
             f"budget {budget}: expected 1 to {MOST_NODES} for trees, or {PLAIN_BUDGET} for plain decoding;"
-            " leave it out for the chain"
+            f" write {CHAIN} for vLLM's own chain"
         )
 
 

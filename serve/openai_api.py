@@ -12,9 +12,14 @@ from vllm.entrypoints.launchers.cli_args import (
     validate_parsed_serve_args,
 )
 
+from serve.engine import SECTION
+from serve.seam.metrics import install_metrics
+
 
 def run_api_server(engine_arguments: Mapping[str, Any], host: str, port: int) -> None:
     """Serves until SIGINT or SIGTERM.  `engine_arguments` are EngineArgs' keywords."""
+    if "tree" in engine_arguments["additional_config"].get(SECTION, {}):
+        install_metrics()
     uvloop.run(run_server(_server_arguments(engine_arguments, host, port)))
 
 

@@ -1,6 +1,6 @@
 """The evaluation server: vLLM's OpenAI API for a target, drafted for by a checkpoint.
 
-    python serve/run.py --ckpt CKPT [--recipe R | --target MODEL] [--budget N] [--stock] [--port P] [--check]
+    python serve/run.py --ckpt CKPT [--recipe R | --target MODEL] [--budget N|chain] [--stock] [--check]
 
 Only reads aloud; vllm is imported once the environment is right.
 """
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from recipes.errors import UserError, run_command
-from serve.engine import child_environment, engine_arguments, make_stock
+from serve.engine import CHAIN, PLAIN_BUDGET, child_environment, engine_arguments, make_stock, read_budget
 from serve.lifetime import follow_parent
 from serve.plan import Request, make_plan
 from serve.ports import require_free_port
@@ -27,7 +27,8 @@ def main(  # noqa: PLR0913, PLR0917 - one per option
     recipe: Annotated[Path | None, typer.Option(help="Target and engine settings of this recipe.")] = None,
     target: Annotated[str | None, typer.Option(help="The target: a folder or a hub name.")] = None,
     budget: Annotated[
-        int | None, typer.Option(help="Nodes of a draft tree; 0: plain; left out: the DFlash chain.")
+        str | None,
+        typer.Option(help="Nodes of a draft tree (default: 15); 0: plain decoding; chain: vLLM's own chain."),
     ] = None,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on.")] = 8000,
@@ -41,9 +42,7 @@ def main(  # noqa: PLR0913, PLR0917 - one per option
         follow_parent(parent)
     if not check:
         require_free_port(host, port)
-    if stock and budget:
-        raise UserError("--stock has no trees: give --budget or --stock")
-    plan = make_plan(Request(ckpt, recipe, target, settings, budget))
+    plan = make_plan(Request(ckpt, recipe, target, settings, _read_budget(budget, stock)))
     if check:
         show_verdict(plan)
         return
@@ -57,6 +56,12 @@ def main(  # noqa: PLR0913, PLR0917 - one per option
     from serve.openai_api import run_api_server  # noqa: PLC0415
 
     run_api_server(arguments, host, port)
+
+
+def _read_budget(text: str | None, stock: bool) -> int | None:
+    if stock and text not in {None, str(PLAIN_BUDGET), CHAIN}:
+        raise UserError("--stock has no trees: give --budget or --stock")
+    return read_budget(CHAIN if stock and text is None else text)
 
 
 def _set_environment(environment: dict[str, str]) -> None:

@@ -20,7 +20,7 @@ import httpx
 from recipes.errors import MISTAKE, MachineError, UserError
 from recipes.manifest import write_json
 from recipes.schema import Serve, Target
-from serve.engine import child_environment
+from serve.engine import CHAIN, child_environment
 from serve.plan import Settings
 from serve.ports import find_free_port
 
@@ -59,7 +59,7 @@ def serving(
 
 def _options(ckpt: Path | None, budget: int | None, port: int) -> list[str]:
     drafter = [] if ckpt is None else ["--ckpt", str(ckpt)]
-    width = [] if budget is None else ["--budget", str(budget)]
+    width = ["--budget", CHAIN if budget is None else str(budget)]
     return [*drafter, *width, "--port", str(port), "--parent", str(os.getpid())]
 
 

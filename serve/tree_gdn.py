@@ -1,4 +1,4 @@
-"""Gated-DeltaNet mixing of draft trees in plain torch: what a CPU runs, and the specification of a kernel.
+"""Gated-DeltaNet mixing of draft trees in plain torch: what a CPU runs, and the specification of the kernels.
 
 A layer verifies a tree from the one state before it and writes nothing; once the walk is known, the state
 after the accepted path is made from what verifying kept.  Arithmetic is fp32 whatever the inputs are (fp64
@@ -19,6 +19,8 @@ if all of them are).  No caches, slots or metadata here: callers gather a reques
 #     (I + A) U = beta (V - e^G K S0)                A_ij = beta_i e^d_ij (k_i . k_j), strict ancestors j
 #     O = scale (e^G Q S0 + (e^d * Q K^T) U)         e^d_ij = 0 off the path
 #     S after path p = e^G_p S0 + sum over p's rows j of e^d_pj k_j u_j^T
+#
+# The last line is the recurrence along p with its u known, which a kernel runs as it stands.
 #
 # With parents before children I + A is unit lower triangular, as for a chain (arXiv 2406.06484): a tree only
 # changes the mask.

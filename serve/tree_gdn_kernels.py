@@ -1,15 +1,15 @@
-"""`serve/tree_gdn.py` in Triton, for trees on a GPU: results go into tensors that the caller keeps.
+"""`serve/tree_gdn.py` in Triton, for trees on a GPU: a layer's rows are convolved and verified.
 
-Grids depend on shapes alone and sizes are read on the device, so a CUDA graph can hold the launches and later
-steps replay them with other trees.  Nothing asks for more than sm_80.  Order of a step: `convolve_trees_` and
-`verify_trees_` in each layer, `commit_layers_` for all once the walk is known; before it no state is written.
+Results go into tensors that the caller keeps; no state is written.  Once the walk is known, what is `Kept`
+becomes state in `serve/tree_gdn_commit_kernels.py`.  Grids depend on shapes alone and sizes are read on the
+device, so a CUDA graph can hold the launches and later steps replay them with other trees.  Nothing asks for
+more than sm_80.
 """
 # ruff: noqa: PLR0913, PLR0917  (a kernel takes pointers and strides one by one)
 
 # B=requests  R=rows of a request: the committed token, then N nodes  T=rows of the step
-# P=rows of a path: the committed token, then L slots  S=state slots  H=value heads  J=key heads
-# K=key dim  V=value dim  C=convolved channels  W=taps of the convolution  X=conv state columns, >= W - 1
-# Y=layers  G=KV cache groups
+# S=state slots  H=value heads  J=key heads  K=key dim  V=value dim  C=convolved channels
+# W=taps of the convolution  X=conv state columns, >= W - 1
 #
 # The algebra is told in `serve/tree_gdn.py`.  Where precision and time lie:
 #   * q and k stay as they come; products are scaled by their lengths.  So bf16 times bf16 is exact on tensor
@@ -28,19 +28,17 @@ import triton
 import triton.language as tl
 
 from serve.tree_attention import MOST_ROWS
-from serve.tree_cache_kernels import StackedCaches
 
-_NORM_EPS = tl.constexpr(1e-6)  # of serve/tree_gdn.py
+NORM_EPS = tl.constexpr(1e-6)  # of serve/tree_gdn.py
 _SOFTPLUS_THRESHOLD = tl.constexpr(20.0)  # softplus(x) = x above it, torch's default
 
 _LEAST_TILE = 16  # of tl.dot, in every dimension
 _CONV_ROWS, _CONV_CHANNELS = 8, 128  # of one program
-_COMMIT_CHANNELS, _COMMIT_WARPS = 256, 4
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """What a program of `verify_trees_` works on, or one of `commit_layers_`, whose rows are a path's."""
+    """What a program of `verify_trees_` works on."""
 
     rows: int
     key_dims: int
@@ -57,19 +55,24 @@ def choose_tiles(
 ) -> Tiles:
     """Tile sizes, from shapes alone.
 
-    heads_of_batch: B * H, in a commit Y * B * H.  Few are spread over many programs; for many, less is done
-    twice.  dtype: of q and k.  Shared memory, 99 KiB a program on sm_86, bounds rows * key_dims * stages.
-    Registers bound the rest: in bf16 little or nothing is spilt by 16 and 32 rows, up to 400 bytes a thread
-    by 64 rows with 64 value dims.
+    heads_of_batch: B * H.  Few are spread over many programs; for many, less is done twice, and for 64 rows
+    always, since their A and its inverse take longest.  dtype: of q and k.
     """
+    # us a layer on an H200 (bf16, an fp32 state, 48 heads of 128), value dims x warps, batches of 1, 4 and 8:
+    #   16 rows: 32x4 16, 45, -;   64x4 16, 39, 71
+    #   32 rows: 32x4 20, 55, -;   64x4 21, 60, 90
+    #   64 rows: 32x8 57, 166, -;  64x8 42, 123, 242;  64x4 37, 110, 169
+    # Of 64 rows, 4 warps spill up to 600 bytes a thread and 8 fewer, but at 255 registers a thread a program
+    # of 8 has an SM to itself, and of 4 there are two: in 48 KiB each on sm_86, which has 100 (60 on sm_90).
+    # By 16 and 32 rows little or nothing is spilt.  fp32 inputs spill more, and hold up to 80 KiB in 32x8.
     rows = max(_LEAST_TILE, triton.next_power_of_2(num_rows))
-    has_many = heads_of_batch > 256 and dtype == torch.bfloat16
+    is_narrow, is_most = dtype == torch.bfloat16, rows == MOST_ROWS
     return Tiles(
         rows=rows,
         key_dims=_divisor(key_dim, 32),
         stages=4,
-        value_dims=_divisor(value_dim, 64 if has_many else 32),
-        warps=8 if rows == MOST_ROWS else 4,
+        value_dims=_divisor(value_dim, 64 if is_narrow and (is_most or heads_of_batch > 256) else 32),
+        warps=8 if is_most and not is_narrow else 4,
     )
 
 
@@ -113,49 +116,6 @@ class Kept:
             self.corrected_BRHV[:batch],
             self.log_decay_BRH[:batch],
         )
-
-
-@dataclass(frozen=True)
-class KeptLayers:
-    """`Kept` of all layers.
-
-    48 heads, 16 key heads, dims of 128 and 10240 channels in bf16 make 48 KiB a row and layer, 24 of them u.
-    """
-
-    inputs_YBRC: torch.Tensor
-    key_YBRJK: torch.Tensor
-    corrected_YBRHV: torch.Tensor
-    log_decay_YBRH: torch.Tensor
-
-    def of_layer(self, layer: int) -> Kept:
-        """Views."""
-        return Kept(
-            self.inputs_YBRC[layer],
-            self.key_YBRJK[layer],
-            self.corrected_YBRHV[layer],
-            self.log_decay_YBRH[layer],
-        )
-
-
-def allocate_kept(
-    layers: int,
-    batch: int,
-    num_rows: int,
-    channels: int,
-    key_heads: int,
-    heads: int,
-    key_dim: int,
-    value_dim: int,
-    like: torch.Tensor,
-) -> KeptLayers:
-    """Uninitialised; batch: the largest.  like: any tensor of the inputs' dtype and device."""
-    rows = layers, batch, num_rows
-    return KeptLayers(
-        inputs_YBRC=like.new_empty(*rows, channels),
-        key_YBRJK=like.new_empty(*rows, key_heads, key_dim),
-        corrected_YBRHV=like.new_empty(*rows, heads, value_dim, dtype=torch.float32),
-        log_decay_YBRH=like.new_empty(*rows, heads, dtype=torch.float32),
-    )
 
 
 @dataclass(frozen=True)
@@ -290,90 +250,6 @@ def verify_trees_(
         STAGES=tiles.stages,
         DOT_TYPE=_dot_type(),
         num_warps=tiles.warps,
-    )
-
-
-def commit_layers_(
-    path_BL: torch.Tensor,
-    num_accepted_B: torch.Tensor,
-    num_rows_B: torch.Tensor,
-    slots_GB: torch.Tensor,
-    group_of_layer_Y: torch.Tensor,
-    kept: KeptLayers,
-    states: StackedCaches,
-    conv_states: StackedCaches,
-) -> None:
-    """`serve.tree_gdn.commit_paths` and `commit_conv` in every layer, in place and two launches.
-
-    path_BL, num_accepted_B: as `serve.tree_batch.WalkBatch`.  num_rows_B: as in `Placement`.  slots_GB: its
-    slots_B, by KV cache group.  kept: of at least B requests, of which the first B.  states, conv_states:
-    [S, H, V, K] and [S, C, X], those that were verified from; no two layers share the memory of a slot.
-    """
-    batch = len(path_BL)
-    num_layers, most = kept.key_YBRJK.shape[:2]
-    assert batch <= most, f"{batch} requests, kept are {most}"
-    for of_layers in (states.caches, conv_states.caches, group_of_layer_Y):
-        assert len(of_layers) == num_layers, f"{len(of_layers)} layers, kept are {num_layers}"
-    where = path_BL, num_accepted_B, num_rows_B, slots_GB, group_of_layer_Y
-    _commit_states(where, kept, states)
-    _commit_conv_states(where, kept, conv_states)
-
-
-def _commit_states(where: tuple[torch.Tensor, ...], kept: KeptLayers, states: StackedCaches) -> None:
-    path_BL, slots_GB = where[0], where[3]
-    batch, num_places = path_BL.shape
-    num_layers, _, _, key_heads, _ = kept.key_YBRJK.shape
-    _, heads, value_dim, key_dim = states.like.shape
-    for of_rows in (kept.key_YBRJK, kept.corrected_YBRHV, kept.log_decay_YBRH):
-        assert of_rows[0, 0].is_contiguous(), f"what is kept has strides {of_rows.stride()}"
-    num_programs = num_layers * batch * heads
-    tiles = choose_tiles(1 + num_places, num_programs, key_dim, value_dim, kept.key_YBRJK.dtype)
-    _commit_state_kernel[heads * (value_dim // tiles.value_dims), batch, num_layers](
-        states.like,
-        states.pointers_Y,
-        kept.key_YBRJK,
-        kept.corrected_YBRHV,
-        kept.log_decay_YBRH,
-        *where,
-        *states.like.stride(),
-        *kept.key_YBRJK.stride()[:2],
-        *kept.corrected_YBRHV.stride()[:2],
-        *kept.log_decay_YBRH.stride()[:2],
-        *path_BL.stride(),
-        *slots_GB.stride(),
-        HEADS=heads,
-        HEADS_PER_KEY=heads // key_heads,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        ALIGNMENT=states.alignment,
-        TILE_PATH=tiles.rows,
-        TILE_K=triton.next_power_of_2(key_dim),
-        TILE_V=tiles.value_dims,
-        DOT_TYPE=_dot_type(),
-        num_warps=_COMMIT_WARPS,
-    )
-
-
-def _commit_conv_states(
-    where: tuple[torch.Tensor, ...], kept: KeptLayers, conv_states: StackedCaches
-) -> None:
-    path_BL, slots_GB = where[0], where[3]
-    _, channels, num_columns = conv_states.like.shape
-    grid = triton.cdiv(channels, _COMMIT_CHANNELS), len(path_BL), len(kept.inputs_YBRC)
-    _commit_conv_kernel[grid](
-        conv_states.like,
-        conv_states.pointers_Y,
-        kept.inputs_YBRC,
-        *where,
-        channels,
-        *conv_states.like.stride(),
-        *kept.inputs_YBRC.stride(),
-        *path_BL.stride(),
-        *slots_GB.stride(),
-        COLUMNS=num_columns,
-        ALIGNMENT=conv_states.alignment,
-        TILE_COLUMNS=triton.next_power_of_2(num_columns),
-        TILE_CHANNELS=_COMMIT_CHANNELS,
     )
 
 
@@ -532,8 +408,8 @@ def _verify_kernel(
     query_of_state, key_of_state, query_of_key, key_of_key, query_square, key_square = _multiply(
         query, key, state, state_key_stride, is_row, KEY_DIM, TILE_ROWS, TILE_K, TILE_V, STAGES, DOT_TYPE
     )
-    query_scale = scale * tl.rsqrt(query_square + _NORM_EPS)
-    key_scale = tl.rsqrt(key_square + _NORM_EPS)
+    query_scale = scale * tl.rsqrt(query_square + NORM_EPS)
+    key_scale = tl.rsqrt(key_square + NORM_EPS)
 
     log_decay = tl.where(is_row, _log_decay(gate, gate_bias, gate_scale), 0.0)
     beta = tl.sigmoid(write.to(tl.float32))
@@ -564,134 +440,6 @@ def _verify_kernel(
             kept_key_rows = kept_key + request * kept_key_stride + key_head * KEY_DIM
             kept_key_rows += row[:, None] * (num_heads // HEADS_PER_KEY * KEY_DIM)
             _copy_rows(key, kept_key_rows, is_row, KEY_DIM, TILE_K)
-
-
-@triton.jit
-def _commit_state_kernel(
-    like: tl.tensor,
-    pointers: tl.tensor,
-    kept_key: tl.tensor,
-    kept_corrected: tl.tensor,
-    kept_log_decay: tl.tensor,
-    path: tl.tensor,
-    accepted_counts: tl.tensor,
-    row_counts: tl.tensor,
-    slots: tl.tensor,
-    groups: tl.tensor,
-    state_slot_stride: int,
-    state_head_stride: int,
-    state_value_stride: int,
-    state_key_stride: int,
-    key_layer_stride: int,
-    key_request_stride: int,
-    corrected_layer_stride: int,
-    corrected_request_stride: int,
-    log_decay_layer_stride: int,
-    log_decay_request_stride: int,
-    path_request_stride: int,
-    path_place_stride: int,
-    slots_group_stride: int,
-    slots_request_stride: int,
-    HEADS: tl.constexpr,
-    HEADS_PER_KEY: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    TILE_PATH: tl.constexpr,
-    TILE_K: tl.constexpr,
-    TILE_V: tl.constexpr,
-    DOT_TYPE: tl.constexpr,
-) -> None:
-    """One program a layer, request, value head and TILE_V of its value dims."""
-    request, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    group = tl.load(groups + layer).to(tl.int64)
-    slot = tl.load(slots + group * slots_group_stride + request * slots_request_stride).to(tl.int64)
-    if slot < 0 or tl.load(row_counts + request) <= 0:
-        return
-    state = tl.multiple_of(tl.load(pointers + layer).to(like.dtype), ALIGNMENT)
-    head, part = tl.program_id(0) // (VALUE_DIM // TILE_V), tl.program_id(0) % (VALUE_DIM // TILE_V)
-    step = tl.arange(0, TILE_PATH)
-    is_on = step <= tl.load(accepted_counts + request)
-    node = path + request * path_request_stride + (step - 1) * path_place_stride
-    row = tl.load(node, mask=is_on & (step > 0), other=-1).to(tl.int32) + 1
-    value_dim = part * TILE_V + tl.arange(0, TILE_V)
-    dim = tl.arange(0, TILE_K)
-    is_dim = (dim < KEY_DIM)[None, :]
-
-    state += slot * state_slot_stride + head * state_head_stride
-    state += value_dim[:, None] * state_value_stride + dim[None, :] * state_key_stride
-    before = tl.load(state, mask=is_dim, other=0.0).to(tl.float32)
-    kept_key += layer * key_layer_stride + request * key_request_stride
-    kept_key += (row * (HEADS // HEADS_PER_KEY) + head // HEADS_PER_KEY)[:, None] * KEY_DIM + dim[None, :]
-    key = tl.load(kept_key, mask=is_on[:, None] & is_dim, other=0.0)
-    kept_corrected += layer * corrected_layer_stride + request * corrected_request_stride
-    kept_corrected += (row * HEADS + head)[:, None] * VALUE_DIM + value_dim[None, :]
-    corrected = tl.load(kept_corrected, mask=is_on[:, None], other=0.0)
-    kept_log_decay += layer * log_decay_layer_stride + request * log_decay_request_stride
-    log_decay = tl.load(kept_log_decay + row * HEADS + head, mask=is_on, other=0.0)
-
-    key = _bf16_or_fp32(key)
-    later = tl.sum(tl.where(step[:, None] < step[None, :], log_decay[None, :], 0.0), axis=1)
-    left = tl.exp(later) * tl.rsqrt(_sum_squares(key) + _NORM_EPS)
-    written = _dot(tl.trans(left[:, None] * corrected.to(tl.float32)), key, DOT_TYPE)
-    after = tl.exp(tl.sum(log_decay)) * before + written
-    tl.store(state, after.to(state.dtype.element_ty), mask=is_dim)
-
-
-@triton.jit
-def _commit_conv_kernel(
-    like: tl.tensor,
-    pointers: tl.tensor,
-    kept_inputs: tl.tensor,
-    path: tl.tensor,
-    accepted_counts: tl.tensor,
-    row_counts: tl.tensor,
-    slots: tl.tensor,
-    groups: tl.tensor,
-    num_channels: int,
-    state_slot_stride: int,
-    state_channel_stride: int,
-    state_column_stride: int,
-    kept_layer_stride: int,
-    kept_request_stride: int,
-    kept_row_stride: int,
-    kept_channel_stride: int,
-    path_request_stride: int,
-    path_place_stride: int,
-    slots_group_stride: int,
-    slots_request_stride: int,
-    COLUMNS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    TILE_CHANNELS: tl.constexpr,
-) -> None:
-    """One program a layer, request and TILE_CHANNELS channels."""
-    request, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    group = tl.load(groups + layer).to(tl.int64)
-    slot = tl.load(slots + group * slots_group_stride + request * slots_request_stride).to(tl.int64)
-    if slot < 0 or tl.load(row_counts + request) <= 0:
-        return
-    conv_state = tl.multiple_of(tl.load(pointers + layer).to(like.dtype), ALIGNMENT)
-    channel = tl.program_id(0) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
-    column = tl.arange(0, TILE_COLUMNS)
-    inside = (column < COLUMNS)[:, None] & (channel < num_channels)[None, :]
-    # in the line of the old columns, the committed token and the accepted nodes
-    at = column + 1 + tl.load(accepted_counts + request).to(tl.int32)
-    is_old, is_node = at < COLUMNS, at > COLUMNS
-    node = path + request * path_request_stride + (at - COLUMNS - 1) * path_place_stride
-    row = tl.load(node, mask=is_node & (column < COLUMNS), other=-1).to(tl.int32) + 1
-
-    conv_state += slot * state_slot_stride + channel[None, :] * state_channel_stride
-    kept_inputs += layer * kept_layer_stride + request * kept_request_stride
-    kept_inputs += row[:, None] * kept_row_stride + channel[None, :] * kept_channel_stride
-    old = tl.load(
-        conv_state + at[:, None] * state_column_stride, mask=inside & is_old[:, None], other=0.0
-    ).to(tl.float32)
-    new = tl.load(kept_inputs, mask=inside & (at >= COLUMNS)[:, None], other=0.0).to(tl.float32)
-    line = tl.where(is_old[:, None], old, new)
-    tl.debug_barrier()  # columns move: all are read before one is written
-    at_column = column[:, None] * state_column_stride
-    tl.store(conv_state + at_column, line.to(conv_state.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -44,7 +44,7 @@ LOUD_TOKENS = (40, 41, 42, 43)  # A to D, where there is a tokenizer
 FIRST_TOKEN = 10  # of random prompts; those before have meanings
 LEAST_ACCEPTED = 0.3  # drafts a verification: fewer would not be a test of trees
 RSS_GROWTH_MIB, CUDA_GROWTH_MIB, OBJECTS_GROWTH = 24.0, 4.0, 8
-STEPS_OF_A_SAMPLE, MOST_STEPS_OF_DRAINING = 10, 2000
+MOST_SAMPLES, MOST_STEPS_OF_DRAINING = 500, 2000
 
 
 class Kind(StrEnum):
@@ -192,10 +192,12 @@ def start_engine(model: Model, budget: int) -> Any:
         max_model_len=MODEL_LENGTH,
         max_num_seqs=MOST_REQUESTS,
         max_num_batched_tokens=BATCHED_TOKENS,
-        enforce_eager=True,
+        enforce_eager=not torch.cuda.is_available(),
     )
     arguments = engine_arguments(Target(model=str(model.target), dtype="bfloat16"), serve, model.ckpt, budget)
     arguments |= {"num_gpu_blocks_override": BLOCKS[model.kind], "gpu_memory_utilization": 0.3}
+    if torch.cuda.is_available():  # graphs, without the minutes of vLLM's compiler
+        arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     if model.kind == Kind.DENSE:
         arguments["block_size"] = 16  # a hybrid's are as large as its states
     return LLM(**arguments, skip_tokenizer_init=not model.has_tokenizer, disable_log_stats=False).llm_engine
@@ -367,7 +369,7 @@ def soak(engine: Any, inside: Inside, traffic: Traffic, num_steps: int) -> Told:
     for step in show_steps(num_steps, inside):
         run.step()
         told.num_steps += 1
-        if step % STEPS_OF_A_SAMPLE == 0:
+        if step % max(1, num_steps // MOST_SAMPLES) == 0:
             told.footprints.append(measure_footprint())
         if step + 1 in (num_steps // 3, num_steps):
             told.num_objects.append(count_objects())
@@ -465,7 +467,9 @@ def enter_environment() -> None:
     """Starts this process anew in the engine's environment: some of it is read before Python's first line."""
     environment = {"VLLM_LOGGING_LEVEL": "ERROR"} | child_environment()
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is looked at from inside
-    environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
+    own, inherited = str(Path(__file__).parent.parent), environment.get("PYTHONPATH", "")
+    if own not in inherited.split(os.pathsep):
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [own, inherited]))
     environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = (
         "16"  # of 1024, each for a number of rows: grows for hours
     )

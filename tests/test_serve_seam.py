@@ -22,6 +22,8 @@ from serve.seam.checks import (
     CAPTURE_SIGNATURES,
     CPU_TREE_SIGNATURES,
     CUDA_TREE_SIGNATURES,
+    METRICS_FIELDS,
+    METRICS_SIGNATURES,
     TREE_SIGNATURES,
     WORKER_SIGNATURES,
     SeamError,
@@ -36,7 +38,7 @@ if not torch.cuda.is_available():
 
 from serve.seam.processor import _mend_context_keys
 from serve.seam.tree_state import needs_chain
-from serve.seam.trees import check_tree_config
+from serve.seam.trees import check_tree_config, confirm_trees
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -81,9 +83,10 @@ def test_another_vllm_is_refused(version):
 def test_this_vllm_has_the_signatures_and_fields_we_know():
     check_version(vllm.__version__)
     check_signatures({**WORKER_SIGNATURES, **CAPTURE_SIGNATURES, **TREE_SIGNATURES, **CUDA_TREE_SIGNATURES})
+    check_signatures(METRICS_SIGNATURES)
     if not torch.cuda.is_available():
         check_signatures(CPU_TREE_SIGNATURES)
-    check_fields(CAPTURE_FIELDS)
+    check_fields({**CAPTURE_FIELDS, **METRICS_FIELDS})
 
 
 @pytest.mark.parametrize(
@@ -229,3 +232,8 @@ def test_an_engine_without_trees_is_refused_in_a_process_that_had_some(monkeypat
 def test_a_second_engine_of_a_process_may_mend_the_context_keys_again():
     _mend_context_keys()
     _mend_context_keys()
+
+
+def test_another_speculator_than_ours_ends_the_start():
+    with pytest.raises(SeamError, match="the speculator in use is SimpleNamespace"):
+        confirm_trees(SimpleNamespace(speculator=SimpleNamespace()))

@@ -87,8 +87,8 @@ def test_the_server_ends_whatever_ends_the_block(play, tmp_path, fault):
 @pytest.mark.parametrize(
     ("ckpt", "budget", "said"),
     [
-        (None, None, ""),
-        (Path("c"), None, "--ckpt c"),
+        (None, None, "--budget chain"),
+        (Path("c"), None, "--ckpt c --budget chain"),
         (Path("c"), 0, "--ckpt c --budget 0"),
         (Path("c"), 15, "--ckpt c --budget 15"),
     ],

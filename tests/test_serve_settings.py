@@ -13,7 +13,7 @@ from drafters import EMBEDDED_TARGET, REPOSITORY, TINY_RECIPE, tiny_recipe, writ
 
 from recipes.errors import MISTAKE, UserError
 from recipes.manifest import CheckpointManifest, identify_target, provenance, write_json
-from serve.engine import SECTION, child_environment, engine_arguments, is_cuda, make_stock
+from serve.engine import SECTION, child_environment, engine_arguments, is_cuda, make_stock, read_budget
 from serve.plan import Request, make_plan
 from serve.ports import find_free_port, require_free_port
 
@@ -120,6 +120,17 @@ def test_a_budget_out_of_range_is_refused_by_name(published, budget):
         make_plan(request(ckpt=published, recipe=TINY_RECIPE, budget=budget))
 
 
+@pytest.mark.parametrize(("text", "budget"), [(None, 15), ("chain", None), ("0", 0), ("63", 63)])
+def test_a_budget_is_read_as_users_write_it(text, budget):
+    assert read_budget(text) == budget
+
+
+@pytest.mark.parametrize("text", ["64", "-1", "many", "7.5", ""])
+def test_a_budget_that_is_none_is_refused_by_name(text):
+    with pytest.raises(UserError, match=f"budget {text}: expected"):
+        read_budget(text)
+
+
 @on_cpu
 def test_a_tree_has_as_many_drafts_as_nodes_and_the_drafters_depth(published):
     recipe = tiny_recipe()
@@ -127,6 +138,12 @@ def test_a_tree_has_as_many_drafts_as_nodes_and_the_drafters_depth(published):
     assert arguments["speculative_config"]["num_speculative_tokens"] == 31
     assert arguments["additional_config"][SECTION] == {"tree": {"num_slots": 7}}
     assert arguments["enforce_eager"]
+
+
+def test_trees_on_a_gpu_keep_its_graphs(monkeypatch, published):
+    monkeypatch.setattr("serve.engine.is_cuda", lambda: True)
+    recipe = tiny_recipe()
+    assert not engine_arguments(recipe.target, recipe.serve, published, 15)["enforce_eager"]
 
 
 def test_the_kv_cache_is_as_large_as_the_recipe_says():
@@ -219,6 +236,19 @@ def test_check_says_what_fits(ours):
     assert done.returncode == 0, done.stderr
     assert "fits its target" in done.stdout
     assert "after target layers 2, 4, 6" in done.stdout
+
+
+def test_the_trees_that_nobody_asked_for_are_named(ours):
+    assert "trees of 15 nodes, 7 deep at most" in run_command_line("--ckpt", ours, "--check").stdout
+    chain = run_command_line("--ckpt", ours, "--budget", "chain", "--check").stdout
+    assert "the DFlash chain, 7 drafts a step" in chain
+    assert "the DFlash chain" in run_command_line("--ckpt", ours, "--stock", "--check").stdout
+
+
+def test_stock_vllm_has_no_trees(ours):
+    done = run_command_line("--ckpt", ours, "--stock", "--budget", "15", "--check")
+    assert done.returncode == MISTAKE
+    assert "--stock has no trees" in done.stderr
 
 
 def test_check_ends_with_2_where_something_does_not_fit(published):

@@ -1,6 +1,6 @@
 """Runs engines with draft trees, or without, each in a process of its own, and tells tests what they did.
 
-    python tree_probe.py FOLDER         reads `specs` there, writes what each engine told
+    python tree_probe.py FOLDER NAMES    reads `specs` there, writes what each of these engines told
 
 An oracle hides the target's own text along a random path of a random tree, so that side branches are really
 accepted; nothing else in the engine knows of it.  `Round.control` breaks one thing, for tests to notice.
@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -87,7 +88,7 @@ class Verified:
     length: int
     """Of prompt and text before it."""
     parents: list[int]
-    """Of the nodes that were planted."""
+    """Of the nodes that were planted; nothing is seen of what a CUDA graph plants."""
     tokens: list[int]
     num_drafts: int
     """So many of them were scheduled."""
@@ -125,29 +126,40 @@ class Told:
 
 
 def run_engines(specs: dict[str, Spec], folder: Path) -> dict[str, dict[str, Told]]:
-    """Runs each in a process of its own; what each round of each told."""
+    """Runs each in a process of its own, on a GPU all at once; what each round of each told."""
     (folder / "specs").write_bytes(pickle.dumps(specs))
-    done = subprocess.run(
-        [sys.executable, __file__, str(folder)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2]))},
+    parts = [[name] for name in specs] if torch.cuda.is_available() else [list(specs)]
+    with ThreadPoolExecutor() as pool:
+        for done in pool.map(lambda names: _run_process(folder, names), parts):
+            assert done.returncode == 0, done.stderr[-5000:]
+    return {name: pickle.loads((folder / f"{name}.told").read_bytes()) for name in specs}
+
+
+def _run_process(folder: Path, names: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, __file__, str(folder), *names],
+        env=os.environ | {"PYTHONPATH": _search_path()},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return {name: pickle.loads((folder / f"{name}.told").read_bytes()) for name in specs}
 
 
-def main(folder: Path) -> None:
+def _search_path() -> str:
+    inherited = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([*map(str, Path(__file__).parents[:2]), *([inherited] if inherited else [])])
+
+
+def main(folder: Path, names: list[str]) -> None:
     os.environ.update(child_environment())
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker is looked at from inside
     import vllm  # noqa: F401, PLC0415 - once for all: it takes longer than an engine
 
     specs = pickle.loads((folder / "specs").read_bytes())
-    for name, spec in specs.items():
+    for name in names:
         child = os.fork()
         if child == 0:
-            (folder / f"{name}.told").write_bytes(pickle.dumps(run_engine(spec)))
+            (folder / f"{name}.told").write_bytes(pickle.dumps(run_engine(specs[name])))
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if status:
@@ -168,7 +180,7 @@ def run_engine(spec: Spec) -> dict[str, Told]:
         Path(spec.ckpt),
         spec.budget,
     )
-    engine = LLM(**arguments | spec.engine, skip_tokenizer_init=True, gpu_memory_utilization=0.3)
+    engine = LLM(**arguments | spec.engine, skip_tokenizer_init=True, gpu_memory_utilization=0.1)
     return {name: run_round(engine, each) for name, each in spec.rounds.items()}
 
 
@@ -217,7 +229,7 @@ class Watch:
         self._requests = {tuple(prompt): number for number, prompt in enumerate(given.prompts)}
         self._rng = random.Random(0)
         self._batch: Any = None
-        self._planted: dict[int, tuple[list[int], list[int]]] = {}
+        self._planted: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -533,4 +545,4 @@ def commit_none(commit: Callable) -> Callable:
 if __name__ == "__main__":
     import tree_probe  # so that what is pickled is known by a name that tests can import
 
-    tree_probe.main(Path(sys.argv[1]))
+    tree_probe.main(Path(sys.argv[1]), sys.argv[2:])

@@ -66,6 +66,10 @@ def register() -> None:
         _refuse_mixture(options)
         _prepare(wrapper.vllm_config, options)
         original(wrapper)
+        if options.num_slots is not None:
+            from serve.seam.trees import confirm_trees
+
+            confirm_trees(wrapper.worker.model_runner)
         if options.target_layer_ids is not None:
             from serve.seam.capturing import attach_capture
 

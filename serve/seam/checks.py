@@ -105,6 +105,19 @@ CUDA_TREE_SIGNATURES: Mapping[str, Parameters] = _LAYER_SIGNATURES | {
         *("num_tokens_per_req", "draft_tokens", "decode_query_len"),
     ),
 }
+METRICS_SIGNATURES: Mapping[str, Parameters] = {
+    "vllm.v1.engine.async_llm:load_stat_logger_plugin_factories": (),
+    "vllm.v1.metrics.loggers:StatLoggerBase.__init__": ("self", "vllm_config", "engine_index"),
+    "vllm.v1.metrics.loggers:StatLoggerBase.record": (
+        *("self", "scheduler_stats", "iteration_stats", "mm_cache_stats", "engine_idx"),
+    ),
+}
+METRICS_FIELDS: Mapping[str, Parameters] = {
+    "vllm.v1.metrics.stats:SchedulerStats": ("spec_decoding_stats",),
+    "vllm.v1.spec_decode.metrics:SpecDecodingStats": (
+        *("num_drafts", "num_draft_tokens", "num_accepted_tokens_per_pos"),
+    ),
+}
 # Read, never called: a missing one would otherwise fail in the middle of a step.
 CAPTURE_FIELDS: Mapping[str, Parameters] = {
     "vllm.v1.worker.gpu.model_runner:ExecuteModelState": ("input_batch", "aux_hidden_states"),

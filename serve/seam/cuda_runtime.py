@@ -32,7 +32,8 @@ from serve.tree_cache_kernels import (
     tidy_stacked_,
     tidy_states_,
 )
-from serve.tree_gdn_kernels import KeptLayers, allocate_kept, commit_layers_
+from serve.tree_candidates_kernels import rank_candidates
+from serve.tree_gdn_commit_kernels import KeptLayers, allocate_kept, commit_layers_
 from serve.tree_step import Extent, view_trees
 
 
@@ -49,6 +50,7 @@ class _Recurrent:
 class CudaTreeRuntime(TreeRuntime):
     """What is patched, and when, stands in `serve.seam.tree_state`."""
 
+    rank_candidates = staticmethod(rank_candidates)
     grow_trees = staticmethod(grow_trees)
 
     def reserve(self, layers: Mapping[str, Any], num_axes: int) -> None:

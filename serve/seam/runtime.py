@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from serve.tree_batch import Topology, TreeBatch, WalkBatch, grow_trees
+from serve.tree_candidates import rank_candidates
 from serve.tree_slots import PathRows, TreeSlots, begin_step, path_rows, tidy_rows, tokens_of
 
 
@@ -55,6 +56,7 @@ class StepLimits:
 class TreeRuntime:
     """The draft trees of one worker.  Methods in the order in which an engine's life calls them."""
 
+    rank_candidates = staticmethod(rank_candidates)
     grow_trees = staticmethod(grow_trees)
 
     def __init__(self, limits: StepLimits, device: torch.device) -> None:

@@ -47,15 +47,18 @@ class TreeSpeculator(DFlashSpeculator):
         spec_step_idx: int = 0,
     ) -> torch.Tensor:
         """Grows and plants the trees of this step; the return value is the chain's, [B x L]."""
-        logits = self.compute_draft_logits(hidden_states, spec_step_idx)
-        logits_BLV = logits.float().unflatten(0, (-1, self.num_speculative_steps))
+        logits_TV = self.compute_draft_logits(hidden_states, spec_step_idx)
         # no tree takes more of a slot's candidates than it has nodes (arXiv 2604.12989, lemma 1)
-        best = logits_BLV.topk(min(self.runtime.budget, logits_BLV.shape[-1]), dim=-1)
-        log_probs_BLC = best.values - logits_BLV.logsumexp(-1, keepdim=True)
+        best = self.runtime.rank_candidates(logits_TV, min(self.runtime.budget, logits_TV.shape[1]))
+        of_blocks = 0, (-1, self.num_speculative_steps)
+        log_probs_BLC, tokens_BLC = (
+            best.log_probs_TC.unflatten(*of_blocks),
+            best.tokens_TC.unflatten(*of_blocks),
+        )
         slots_B = idx_mapping[:: self.num_speculative_steps]  # negative for a graph's padding
-        tokens_BN = self.runtime.plant(slots_B, self._grow(log_probs_BLC), best.indices)
+        tokens_BN = self.runtime.plant(slots_B, self._grow(log_probs_BLC), tokens_BLC)
         self._tokens_BN[: len(tokens_BN)] = tokens_BN
-        return best.indices[:, :, 0].flatten()
+        return best.tokens_TC[:, 0]
 
     def _grow(self, log_probs_BLC: torch.Tensor) -> TreeBatch:
         num_candidates = log_probs_BLC.shape[-1]

@@ -8,6 +8,7 @@ neither has a registry.  The patches go when vLLM lets a plugin name them.
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 
@@ -22,6 +23,8 @@ from serve.seam.runtime import StepLimits, TreeRuntime
 from serve.seam.speculator import TreeSpeculator
 from serve.seam.tree_state import TreeState
 from serve.seam.verifier import TreeVerifier
+
+_logger = init_logger("vllm.draftsmith")  # below vllm's own, whose settings it shares
 
 
 def install_trees(vllm_config: Any, num_slots: int) -> None:
@@ -58,6 +61,21 @@ def install_trees(vllm_config: Any, num_slots: int) -> None:
     model_runner.init_model_state = init_model_state
 
 
+def confirm_trees(runner: Any) -> None:
+    """Raises SeamError if the worker's runner took another speculator than ours; else says what it is."""
+    speculator = runner.speculator
+    if not isinstance(speculator, TreeSpeculator):
+        raise SeamError(f"draft trees were asked for, the speculator in use is {type(speculator).__name__}")
+    limits = speculator.runtime.limits
+    _logger.info(
+        "draft trees of %d nodes, %d deep at most: %s, %s",
+        limits.budget,
+        limits.num_slots,
+        type(speculator).__name__,
+        type(speculator.runtime).__name__,
+    )
+
+
 def _use_cpu_layers() -> tuple[type[TreeRuntime], type[TreeVerifier]]:
     from serve.seam.cpu_tree_attention import register_cpu_backend
     from serve.seam.cpu_tree_gdn import TreeGatedDeltaNet, TreeGdnBackend
@@ -87,7 +105,9 @@ def check_tree_config(vllm_config: Any) -> None:
     if vllm_config.device_config.device_type not in ("cpu", "cuda"):
         raise SeamError(f"draft trees run on a CPU or CUDA, not on {vllm_config.device_config.device_type}")
     if vllm_config.model_config.get_sliding_window() is not None:
-        raise SeamError("draft trees: targets with sliding windows are not in this version")
+        raise SeamError(
+            "draft trees: targets with sliding windows are not in this version; --budget chain serves them"
+        )
     if vllm_config.model_config.logits_processors:
         raise SeamError("draft trees: logits processors of your own are not in this version")
     if vllm_config.lora_config is not None:
