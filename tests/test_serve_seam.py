@@ -155,6 +155,7 @@ def tree_config(**changes: object) -> SimpleNamespace:
         "parallel_config.decode_context_parallel_size": 1,
         "parallel_config.prefill_context_parallel_size": 1,
         "cache_config.cache_dtype": "auto",
+        "cache_config.mamba_cache_mode": "none",
     }
     config = SimpleNamespace()
     for path, value in (settings | changes).items():
@@ -181,6 +182,7 @@ def tree_config(**changes: object) -> SimpleNamespace:
         ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size 1"),
         ("parallel_config.decode_context_parallel_size", 2, "decode_context_parallel_size 1"),
         ("cache_config.cache_dtype", "fp8", "kv cache dtype fp8"),
+        ("cache_config.mamba_cache_mode", "align", "prefix caching of hybrid targets"),
     ],
 )
 def test_what_trees_cannot_do_is_refused_by_name(setting, value, said):

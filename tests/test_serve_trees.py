@@ -18,6 +18,7 @@ from serve.tree import ROOT
 pytestmark = pytest.mark.engine
 
 MAX_TOKENS = 48
+FURTHER_TOKENS = 16
 SPOILT_TOKENS = 16  # by then a text has gone another way
 MODEL_LENGTH = 96
 TEXT_TOKENS = MODEL_LENGTH  # beyond MAX_TOKENS: the last trees reach past what was asked for
@@ -91,8 +92,23 @@ def dense_engines(case: Case, plain: Ran) -> dict[str, Spec]:
         "7": Spec(case.target, case.ckpt, 7, {"greedy": greedy}, {"max_model_len": MODEL_LENGTH}, few_blocks),
         "15": Spec(case.target, case.ckpt, 15, rounds, chunks, {"block_size": 16}),
         "63": Spec(case.target, case.ckpt, 63, {"greedy": greedy, "ending": ending}, cuts),
+        "cached": Spec(
+            case.target,
+            case.ckpt,
+            15,
+            {"first": further_round(greedy), "again": replace(further_round(greedy), keeps_states=True)},
+            engine={"block_size": 16, "enable_prefix_caching": True},
+        ),
         "stock": Spec(case.target, case.ckpt, None, {"chain": chain}),
     }
+
+
+def further_round(asked: Round) -> Round:
+    """Asks for what follows a round's answers: prompts of several cache blocks."""
+    prompts = [
+        text[: len(prompt) + MAX_TOKENS] for prompt, text in zip(asked.prompts, asked.texts, strict=True)
+    ]
+    return replace(asked, prompts=prompts, max_tokens=FURTHER_TOKENS)
 
 
 def middle_rounds(case: Case, plain: Ran) -> dict[str, Round]:
@@ -343,6 +359,15 @@ def test_preemption_of_a_hybrid_changes_nothing(hybrid):
     told = hybrid.engines["15"]["preempted"]
     assert told.num_preempted > 5
     assert told.texts == hybrid.answers()
+
+
+def test_cached_prefixes_change_nothing(dense):
+    first, again = dense.engines["cached"]["first"], dense.engines["cached"]["again"]
+    assert (first.num_cached_tokens, again.num_cached_tokens >= 64) == (0, True)
+    expected = [text[MAX_TOKENS : MAX_TOKENS + FURTHER_TOKENS] for text in dense.plain["greedy"].texts]
+    assert first.texts == again.texts == expected
+    for part in ("target", "drafter"):
+        hold_equal_states(again, part)
 
 
 def test_text_may_run_to_the_models_length(dense):

@@ -121,6 +121,8 @@ class Told:
     fresh_states: dict[int, States] = field(default_factory=dict)
     """After a prefill of the same tokens."""
     num_preempted: int = 0
+    num_cached_tokens: int = 0
+    """Of prompts, found in the prefix cache."""
     num_mixed_steps: int = 0
     """In which some rows were drafts and others a prompt's."""
 
@@ -180,7 +182,8 @@ def run_engine(spec: Spec) -> dict[str, Told]:
         Path(spec.ckpt),
         spec.budget,
     )
-    engine = LLM(**arguments | spec.engine, skip_tokenizer_init=True, gpu_memory_utilization=0.1)
+    arguments |= {"skip_tokenizer_init": True, "gpu_memory_utilization": 0.1}
+    engine = LLM(**arguments | spec.engine)
     return {name: run_round(engine, each) for name, each in spec.rounds.items()}
 
 
@@ -188,7 +191,8 @@ def run_round(engine: Any, given: Round) -> Told:
     told = answer(engine, given)
     if given.keeps_states:
         prompts = [states.token_ids for _, states in sorted(told.states.items())]
-        again = answer(engine, Round(prompts, max_tokens=2, keeps_states=True))
+        computed = [{"skip_reading_prefix_cache": True}] * len(prompts)
+        again = answer(engine, Round(prompts, max_tokens=2, sampling=computed, keeps_states=True))
         told.fresh_states = {request: again.states[i] for i, request in enumerate(sorted(told.states))}
     return told
 
@@ -213,6 +217,7 @@ def answer(engine: Any, given: Round) -> Told:
     for output in outputs:
         (completion,) = output.outputs
         told.texts.append(list(completion.token_ids))
+        told.num_cached_tokens += output.num_cached_tokens or 0
         if completion.logprobs is not None:
             told.logprobs.append(
                 [{token: each.logprob for token, each in step.items()} for step in completion.logprobs]
@@ -343,7 +348,7 @@ class Watch:
                 ]
                 trees, candidates_BLC = as_tensors(hidden)
             tokens_BN = plant(slots_B, trees, candidates_BLC)
-            read = runtime.trees_at(slots_B, torch.full((len(slots),), runtime.budget))
+            read = runtime.trees_at(slots_B, torch.full_like(slots_B, runtime.budget, dtype=torch.int64))
             rows = zip(
                 slots, read.num_nodes_B.tolist(), read.parents_BN.tolist(), tokens_BN.tolist(), strict=True
             )

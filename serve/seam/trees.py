@@ -121,5 +121,7 @@ def check_tree_config(vllm_config: Any) -> None:
         raise SeamError(
             f"draft trees: kv cache dtype {vllm_config.cache_config.cache_dtype} is not supported"
         )
+    if vllm_config.cache_config.mamba_cache_mode != "none":
+        raise SeamError("draft trees: prefix caching of hybrid targets is not in this version")
     if speculative.draft_sample_method != "greedy":
         raise SeamError("draft trees need draft_sample_method greedy: their drafts are no samples")
