@@ -83,20 +83,31 @@ def _has_flashinfer() -> bool:
     return importlib.util.find_spec("flashinfer") is not None
 
 
-def engine_arguments(target: Target, serve: Serve, ckpt: Path | None, budget: int | None) -> dict[str, Any]:
+def engine_arguments(
+    target: Target,
+    serve: Serve,
+    ckpt: Path | None,
+    budget: int | None,
+    swappable: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Keyword arguments of vLLM's EngineArgs (and of LLM).
 
     `budget` None drafts the stock DFlash chain with the checkpoint, PLAIN_BUDGET decodes without a drafter,
-    and any other number drafts trees of so many nodes.
+    and any other number drafts trees of so many nodes.  `swappable`: options of `serve.served.Served`, where
+    other checkpoints may take the drafter's place while the engine runs.
     """
     check_budget(budget)
     arguments = _target_arguments(target) | _capacity_arguments(serve) | _device_arguments(serve)
-    if ckpt is not None and budget != PLAIN_BUDGET:
-        arguments["speculative_config"], options = _drafting(ckpt, budget)
-        if options:
-            arguments["additional_config"].setdefault(SECTION, {}).update(options)
-            # vLLM's compiler cannot look into plain torch's loops, which a CPU runs
-            arguments["enforce_eager"] = serve.enforce_eager or not is_cuda()
+    if ckpt is None or budget == PLAIN_BUDGET:
+        return arguments
+    arguments["speculative_config"], options = _drafting(ckpt, budget)
+    if swappable is not None:
+        options["swap"] = swappable
+    if options:
+        arguments["additional_config"].setdefault(SECTION, {}).update(options)
+    if budget:
+        # vLLM's compiler cannot look into plain torch's loops, which a CPU runs
+        arguments["enforce_eager"] = serve.enforce_eager or not is_cuda()
     return arguments
 
 
@@ -168,7 +179,7 @@ def _cache_arguments(gib: float) -> dict[str, Any]:
     return {"kv_cache_memory_bytes": int(gib * 2**30)}
 
 
-def _drafting(ckpt: Path, budget: int | None) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def _drafting(ckpt: Path, budget: int | None) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """vLLM's speculative_config, and what our plugin is asked for."""
     num_slots = parse_config(read_drafter_config(ckpt), str(ckpt)).block_size - 1
     speculative = {"method": "dflash", "model": str(ckpt), "num_speculative_tokens": budget or num_slots}

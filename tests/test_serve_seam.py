@@ -24,6 +24,7 @@ from serve.seam.checks import (
     CUDA_TREE_SIGNATURES,
     METRICS_FIELDS,
     METRICS_SIGNATURES,
+    SWAP_SIGNATURES,
     TREE_SIGNATURES,
     WORKER_SIGNATURES,
     SeamError,
@@ -83,7 +84,7 @@ def test_another_vllm_is_refused(version):
 def test_this_vllm_has_the_signatures_and_fields_we_know():
     check_version(vllm.__version__)
     check_signatures({**WORKER_SIGNATURES, **CAPTURE_SIGNATURES, **TREE_SIGNATURES, **CUDA_TREE_SIGNATURES})
-    check_signatures(METRICS_SIGNATURES)
+    check_signatures({**METRICS_SIGNATURES, **SWAP_SIGNATURES})
     if not torch.cuda.is_available():
         check_signatures(CPU_TREE_SIGNATURES)
     check_fields({**CAPTURE_FIELDS, **METRICS_FIELDS})

@@ -6,6 +6,7 @@ vLLM calls `register` in each of its processes (entry point `vllm.general_plugin
     {"draftsmith": {}}                                           on a CPU: what its build lacks (processor.py)
     {"draftsmith": {"capture": {"target_layer_ids": [1, 3]}}}    and capture of tap states (capturing.py)
     {"draftsmith": {"tree": {"num_slots": 7}}}                   and draft trees (trees.py)
+    {"draftsmith": {"swap": {"config": {...}, ...}}}             and other drafters later (swapping.py)
 
 Patched name: `vllm.v1.worker.worker_base.WorkerWrapperBase.init_device`, because device and runner are known
 there and no request has been seen.  The patch goes when vLLM lets a plugin name a runner class.
@@ -20,6 +21,7 @@ from typing import Any
 
 from serve.engine import SECTION
 from serve.seam.checks import WORKER_SIGNATURES, SeamError, check_signatures, check_version
+from serve.served import Served
 
 _had_trees: list[bool] = []
 """Not empty once an engine of this process was asked for trees."""
@@ -33,6 +35,8 @@ class SeamOptions:
     """0-based layers whose output is captured, ascending; None captures nothing."""
     num_slots: int | None = None
     """Depth that the drafter works at under trees; None drafts the chain."""
+    served: Served | None = None
+    """What may be swapped; None: nothing."""
 
 
 def read_options(additional_config: object) -> SeamOptions | None:
@@ -40,13 +44,13 @@ def read_options(additional_config: object) -> SeamOptions | None:
     if not isinstance(additional_config, Mapping) or SECTION not in additional_config:
         return None
     section = additional_config[SECTION]
-    if set(section) - {"capture", "tree"}:
-        raise SeamError(
-            f"additional_config[{SECTION!r}]: expected no other keys than capture and tree, found {section}"
-        )
+    unknown = sorted(set(section) - {"capture", "tree", "swap"})
+    if unknown:
+        raise SeamError(f"additional_config[{SECTION!r}]: expected capture, tree and swap, found {unknown}")
     return SeamOptions(
         tuple(section["capture"]["target_layer_ids"]) if "capture" in section else None,
         section["tree"]["num_slots"] if "tree" in section else None,
+        Served(**section["swap"]) if "swap" in section else None,
     )
 
 
@@ -70,6 +74,10 @@ def register() -> None:
             from serve.seam.trees import confirm_trees
 
             confirm_trees(wrapper.worker.model_runner)
+        if options.served is not None:
+            from serve.seam.swapping import attach_swap
+
+            attach_swap(wrapper.worker, options.served)
         if options.target_layer_ids is not None:
             from serve.seam.capturing import attach_capture
 

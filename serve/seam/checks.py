@@ -105,6 +105,14 @@ CUDA_TREE_SIGNATURES: Mapping[str, Parameters] = _LAYER_SIGNATURES | {
         *("num_tokens_per_req", "draft_tokens", "decode_query_len"),
     ),
 }
+_DRAFTER = "vllm.model_executor.models.qwen3_dflash"
+SWAP_SIGNATURES: Mapping[str, Parameters] = {
+    f"{_DRAFTER}:DFlashQwen3ForCausalLM.load_weights": ("self", "weights"),
+    f"{_DRAFTER}:DFlashQwen3Model._build_fused_kv_buffers": ("self",),
+    "vllm.model_executor.model_loader.reload.inplace:reload_weights": (
+        *("vllm_config", "model", "weights_iterator", "weights_path", "is_checkpoint_format"),
+    ),
+}
 METRICS_SIGNATURES: Mapping[str, Parameters] = {
     "vllm.v1.engine.async_llm:load_stat_logger_plugin_factories": (),
     "vllm.v1.metrics.loggers:StatLoggerBase.__init__": ("self", "vllm_config", "engine_index"),
