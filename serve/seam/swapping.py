@@ -92,8 +92,6 @@ def _load_packed(vllm_config: Any, model: Any, tensors: Mapping[str, torch.Tenso
     finally:
         del inner._build_fused_kv_buffers
     layers = range(len(inner.layers))
-    projections = [
-        tensors[f"layers.{layer}.self_attn.{part}_proj.weight"] for layer in layers for part in "kv"
-    ]
+    names = [f"layers.{layer}.self_attn.{part}_proj.weight" for layer in layers for part in "kv"]
     inner._fused_kv_weight.copy_(torch.cat([tensors[name] for name in names]))
     inner._k_norm_weights.copy_(torch.stack([layer.self_attn.k_norm.weight for layer in inner.layers]))
