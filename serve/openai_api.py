@@ -12,20 +12,29 @@ from vllm.entrypoints.launchers.cli_args import (
     validate_parsed_serve_args,
 )
 
+from serve.admin import AdminRoutes
 from serve.engine import SECTION
 from serve.seam.metrics import install_metrics
 
+_ADMIN = f"{AdminRoutes.__module__}.{AdminRoutes.__name__}"
 
-def run_api_server(engine_arguments: Mapping[str, Any], host: str, port: int) -> None:
-    """Serves until SIGINT or SIGTERM.  `engine_arguments` are EngineArgs' keywords."""
+
+def run_api_server(
+    engine_arguments: Mapping[str, Any], host: str, port: int, *, has_admin: bool = False
+) -> None:
+    """Serves until SIGINT or SIGTERM.  `engine_arguments` are EngineArgs' keywords.
+
+    has_admin: with the routes of `serve.admin`.
+    """
     if "tree" in engine_arguments["additional_config"].get(SECTION, {}):
         install_metrics()
-    uvloop.run(run_server(_server_arguments(engine_arguments, host, port)))
+    own = {"host": host, "port": port, "middleware": [_ADMIN] if has_admin else []}
+    uvloop.run(run_server(_server_arguments({**engine_arguments, **own})))
 
 
-def _server_arguments(engine_arguments: Mapping[str, Any], host: str, port: int) -> Namespace:
+def _server_arguments(given: Mapping[str, Any]) -> Namespace:
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-    ours = {**engine_arguments, "host": host, "port": port, "disable_uvicorn_access_log": True}
+    ours = {**given, "disable_uvicorn_access_log": True}
     unknown = ours.keys() - vars(arguments).keys()
     assert not unknown, f"vLLM's server has no arguments {sorted(unknown)}"
     vars(arguments).update(ours)

@@ -47,6 +47,8 @@ class Plan:
     """The folder itself, `latest` resolved."""
     drafter: DrafterSummary | None
     budget: int | None
+    fingerprint: str | None
+    """Of the target; None where the checkpoint does not say for which it was made."""
 
 
 def make_plan(request: Request) -> Plan:
@@ -58,7 +60,8 @@ def make_plan(request: Request) -> Plan:
     if ckpt and manifest:
         _check_identity(ckpt, manifest, settings.target)
     drafter = _check_drafter(ckpt, settings.target) if ckpt else None
-    return Plan(settings.target, settings.serve, ckpt, drafter, request.budget)
+    fingerprint = manifest.target.fingerprint if manifest else None
+    return Plan(settings.target, settings.serve, ckpt, drafter, request.budget, fingerprint)
 
 
 def _find_checkpoint(ckpt: Path) -> Path:

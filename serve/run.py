@@ -6,16 +6,19 @@ Only reads aloud; vllm is imported once the environment is right.
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from recipes.errors import UserError, run_command
+from serve.admin import require_admin_key
 from serve.engine import CHAIN, PLAIN_BUDGET, child_environment, engine_arguments, make_stock, read_budget
 from serve.lifetime import follow_parent
-from serve.plan import Request, make_plan
+from serve.plan import Plan, Request, make_plan
 from serve.ports import require_free_port
+from serve.served import describe_served
 from serve.show import show_plan, show_verdict
 
 if __name__ == "__mp_main__":  # an engine process, which multiprocessing spawned from this file
@@ -33,6 +36,9 @@ def main(  # noqa: PLR0913, PLR0917 - one per option
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on.")] = 8000,
     stock: Annotated[bool, typer.Option("--stock", help="Nothing of ours in the engine.")] = False,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="Routes that swap the drafter; needs a key in the environment.")
+    ] = False,
     check: Annotated[bool, typer.Option("--check", help="Only verify that the checkpoint fits.")] = False,
     settings: Annotated[Path | None, typer.Option(hidden=True)] = None,
     parent: Annotated[int | None, typer.Option(hidden=True)] = None,
@@ -42,20 +48,31 @@ def main(  # noqa: PLR0913, PLR0917 - one per option
         follow_parent(parent)
     if not check:
         require_free_port(host, port)
+    if stock and admin:
+        raise UserError("--stock leaves out what --admin needs: give one of them")
     plan = make_plan(Request(ckpt, recipe, target, settings, _read_budget(budget, stock)))
     if check:
         show_verdict(plan)
         return
-    arguments = engine_arguments(plan.target, plan.serve, plan.ckpt, plan.budget)
+    arguments = engine_arguments(
+        plan.target, plan.serve, plan.ckpt, plan.budget, _swappable(plan) if admin else None
+    )
     environment = child_environment()
     if stock:
         make_stock(arguments, environment)
-    show_plan(plan, host, port)
+    show_plan(plan, host, port, has_admin=admin)
     _set_environment(environment)
     # only now: vllm reads the environment when it is imported
     from serve.openai_api import run_api_server  # noqa: PLC0415
 
-    run_api_server(arguments, host, port)
+    run_api_server(arguments, host, port, has_admin=admin)
+
+
+def _swappable(plan: Plan) -> Mapping[str, Any]:
+    require_admin_key()
+    if plan.ckpt is None or plan.budget == PLAIN_BUDGET:
+        raise UserError("--admin swaps drafters: give it --ckpt, and no --budget 0")
+    return describe_served(plan.ckpt, plan.target, plan.fingerprint).options()
 
 
 def _read_budget(text: str | None, stock: bool) -> int | None:

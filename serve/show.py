@@ -11,11 +11,11 @@ from serve.engine import PLAIN_BUDGET, is_cuda
 from serve.plan import Plan
 
 
-def show_plan(plan: Plan, host: str, port: int) -> None:
+def show_plan(plan: Plan, host: str, port: int, *, has_admin: bool = False) -> None:
     """The effective configuration, one row each."""
-    _print_rows(
-        [*_target_rows(plan), *_drafting_rows(plan), *_engine_rows(plan), ("url", f"http://{host}:{port}")]
-    )
+    url = f"http://{host}:{port}"
+    admin = [("admin", f"{url}/admin/drafter, for the key's holder")] if has_admin else []
+    _print_rows([*_target_rows(plan), *_drafting_rows(plan), *_engine_rows(plan), ("url", url), *admin])
 
 
 def show_verdict(plan: Plan) -> None:
