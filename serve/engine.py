@@ -33,6 +33,8 @@ DEFAULT_BUDGET = 15
 most of what larger trees accept (LOG.md, "draft trees on a GPU")."""
 CHAIN = "chain"
 """What a command line calls the budget None."""
+CHAIN_REQUEST = {"draftsmith_chain": True}
+"""SamplingParams.extra_args of a request that wants a chain from an engine that drafts trees."""
 SECTION = "draftsmith"
 """What is asked of our plugin (serve/seam/), in vLLM's additional_config."""
 

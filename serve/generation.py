@@ -1,11 +1,13 @@
 """The target in this process, generating with capture: token ids in, the target's text and tap states out.
 
+With a drafter the same text takes fewer steps; another drafter may take its place between two calls.
+
 The environment must be the engine's (`serve.engine.child_environment`) before an engine starts: vLLM reads it
 when it is imported.  Called by data/regenerate.py.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ import torch
 from recipes.errors import MachineError
 from recipes.schema import Sampling, Serve, Target
 from serve.capture import capture_options, read_spooled, spool_path
-from serve.engine import PLAIN_BUDGET, engine_arguments
+from serve.engine import CHAIN_REQUEST, PLAIN_BUDGET, SECTION, engine_arguments
+from serve.served import describe_served
 
 
 @dataclass(frozen=True)
@@ -37,51 +40,93 @@ class Answer:
     """As vLLM says it: "stop" or "length"."""
     hidden: torch.Tensor
     """[prompt + emitted - 1, taps x hidden size]: the tap states of every token but the last."""
+    chunks: Sequence[int]
+    """Tokens that each step of the engine gave it: one of the prefill, then what was verified."""
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How an engine begins to draft."""
+
+    ckpt: Path
+    budget: int | None
+    """Nodes of a tree; None: the chain."""
+
+
+OnStep = Callable[[int, int], None]
+"""Called after each step of an engine with its new tokens and finished answers."""
 
 
 class CapturingEngine:
     """One engine and the spool its captured states pass through, which is empty between two calls."""
 
-    def __init__(self, target: Target, serve: Serve, target_layer_ids: Sequence[int], spool: Path) -> None:
+    def __init__(
+        self,
+        target: Target,
+        serve: Serve,
+        target_layer_ids: Sequence[int],
+        spool: Path,
+        drafting: Drafting | None = None,
+    ) -> None:
         self._spool = spool
-        self._engine = _start_engine(target, serve, target_layer_ids)
+        self._engine = _start_engine(target, serve, target_layer_ids, drafting)
         self._call_workers("start_capture", str(spool))
 
+    def swap(self, ckpt: Path) -> None:
+        """Drafts with another checkpoint from now on.  Raises MachineError if it does not fit."""
+        for said in self._call_workers("swap_drafter", str(ckpt)):
+            if "refused" in said:
+                raise MachineError(said["refused"])
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+
     def answer(
-        self, requests: Sequence[Request], sampling: Sampling, on_step: Callable[[int, int], None]
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        on_step: OnStep,
+        *,
+        is_chain: bool = False,
     ) -> list[Answer]:
-        """Answers all requests together, in their order; on_step(new tokens, finished answers) per step."""
+        """Answers all requests together, in their order.  is_chain: with chains in place of trees."""
+        options = {"extra_args": CHAIN_REQUEST} if is_chain else {}
         for number, request in enumerate(requests):
             prompt = {"prompt_token_ids": list(request.token_ids)}
-            self._engine.add_request(str(number), prompt, _sampling_params(sampling, request.seed))
-        outputs = {int(output.request_id): output.outputs[0] for output in self._run(on_step)}
+            self._engine.add_request(str(number), prompt, _sampling_params(sampling, request.seed, options))
+        chunks: list[list[int]] = [[] for _ in requests]
+        outputs = {int(output.request_id): output.outputs[0] for output in self._run(chunks, on_step)}
         self._call_workers("flush_capture")
-        return [self._collect(number, request, outputs[number]) for number, request in enumerate(requests)]
+        return [
+            self._collect(number, request, outputs[number], chunks[number])
+            for number, request in enumerate(requests)
+        ]
 
-    def _run(self, on_step: Callable[[int, int], None]) -> Iterator[Any]:
+    def _run(self, chunks: list[list[int]], on_step: OnStep) -> Iterator[Any]:
         """Steps until nothing is left; yields each request's last output."""
-        lengths: dict[str, int] = {}
         while self._engine.has_unfinished_requests():
             outputs = self._engine.step()
-            grown = {output.request_id: len(output.outputs[0].token_ids) for output in outputs}
-            new_tokens = sum(length - lengths.get(name, 0) for name, length in grown.items())
-            lengths |= grown
+            new_tokens = 0
+            for output in outputs:
+                of_request = chunks[int(output.request_id)]
+                grown = len(output.outputs[0].token_ids) - sum(of_request)
+                new_tokens += grown
+                if grown:
+                    of_request.append(grown)
             finished = [output for output in outputs if output.finished]
             on_step(new_tokens, len(finished))
             yield from finished
 
-    def _collect(self, number: int, request: Request, output: Any) -> Answer:
+    def _collect(self, number: int, request: Request, output: Any, chunks: Sequence[int]) -> Answer:
         """Cuts the captured rows to the text: the engine may have computed its last token, or beyond it."""
         text = [*request.token_ids, *output.token_ids]
         hidden, token_ids = read_spooled(self._spool, str(number))
         spool_path(self._spool, str(number)).unlink()
         rows = len(text) - 1
         assert token_ids[:rows].tolist() == text[:rows], f"request {number}: its states are of another text"
-        return Answer(list(output.token_ids), output.finish_reason, hidden[:rows])
+        return Answer(list(output.token_ids), output.finish_reason, hidden[:rows], chunks)
 
-    def _call_workers(self, method: str, *arguments: str) -> None:
+    def _call_workers(self, method: str, *arguments: str) -> list[Any]:
         try:
-            self._engine.collective_rpc(method, args=arguments)
+            return self._engine.collective_rpc(method, args=arguments)
         except NotImplementedError as absent:
             raise MachineError(
                 "draftsmith's plugin is not loaded in vLLM: install draftsmith in this environment"
@@ -89,17 +134,23 @@ class CapturingEngine:
             ) from absent
 
 
-def _start_engine(target: Target, serve: Serve, target_layer_ids: Sequence[int]) -> Any:
+def _start_engine(
+    target: Target, serve: Serve, target_layer_ids: Sequence[int], drafting: Drafting | None
+) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process; workers may be others
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are of CPU set-up
     from vllm import EngineArgs, LLMEngine  # noqa: PLC0415 - it reads the environment
 
-    arguments = engine_arguments(target, serve, None, PLAIN_BUDGET)
-    arguments["additional_config"] = arguments["additional_config"] | capture_options(target_layer_ids)
+    if drafting is None:
+        arguments = engine_arguments(target, serve, None, PLAIN_BUDGET)
+    else:
+        swappable = describe_served(drafting.ckpt, target, None).options()
+        arguments = engine_arguments(target, serve, drafting.ckpt, drafting.budget, swappable)
+    arguments["additional_config"].setdefault(SECTION, {}).update(capture_options(target_layer_ids)[SECTION])
     return LLMEngine.from_engine_args(EngineArgs(**arguments, disable_log_stats=True, use_tqdm_on_load=False))
 
 
-def _sampling_params(sampling: Sampling, seed: int) -> Any:
+def _sampling_params(sampling: Sampling, seed: int, options: Mapping[str, Any]) -> Any:
     from vllm import SamplingParams  # noqa: PLC0415 - as above
 
     return SamplingParams(
@@ -109,4 +160,5 @@ def _sampling_params(sampling: Sampling, seed: int) -> Any:
         max_tokens=sampling.max_tokens,
         seed=seed,
         detokenize=False,
+        **options,
     )

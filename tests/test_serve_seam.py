@@ -200,6 +200,7 @@ def sampling(**changes: object) -> SimpleNamespace:
         "bad_words": [],
         "structured_outputs": None,
         "thinking_token_budget": None,
+        "extra_args": None,
     }
     return SimpleNamespace(**settings | changes)
 
@@ -213,6 +214,7 @@ def sampling(**changes: object) -> SimpleNamespace:
         {"bad_words": ["x"]},
         {"structured_outputs": object()},
         {"thinking_token_budget": 9},
+        {"extra_args": {"draftsmith_chain": True, "other": 1}},
     ],
     ids=lambda changes: next(iter(changes)),
 )

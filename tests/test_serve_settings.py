@@ -142,7 +142,7 @@ def test_a_tree_has_as_many_drafts_as_nodes_and_the_drafters_depth(published):
 
 def test_trees_on_a_gpu_keep_its_graphs(monkeypatch, published):
     monkeypatch.setattr("serve.engine.is_cuda", lambda: True)
-    recipe = tiny_recipe()
+    recipe = tiny_recipe("serve.enforce_eager=false")
     assert not engine_arguments(recipe.target, recipe.serve, published, 15)["enforce_eager"]
 
 

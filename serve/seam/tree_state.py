@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
+from serve.engine import CHAIN_REQUEST
 from serve.seam.runtime import TreeRuntime
 from serve.seam.speculator import TreeSpeculator
 from serve.seam.verifier import TreeVerifier
@@ -99,10 +100,11 @@ def needs_chain(params: Any) -> bool:
     """Whether these sampling settings look at the drafts before a row as if they were its past.
 
     That is so on a chain alone, and stock code is right there: penalties, bad words, grammars and thinking
-    budgets do.
+    budgets do.  A request may also ask for a chain: `serve.engine.CHAIN_REQUEST`.
     """
     return params is not None and (
-        params.repetition_penalty != 1.0
+        (params.extra_args or {}).items() >= CHAIN_REQUEST.items()
+        or params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
         or bool(params.bad_words)
