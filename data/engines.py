@@ -20,8 +20,10 @@ import torch
 from data.groups import Rendered
 from data.shard_maker import Made, ShardMaker
 from recipes.errors import MachineError, UserError
-from recipes.schema import Recipe, Serve
+from recipes.manifest import Pulse
+from recipes.schema import Recipe, Sampling, Serve
 from serve.engine import is_cuda
+from serve.generation import Drafting
 from serve.lifetime import follow_parent
 
 _PATIENCE_S = 10.0
@@ -36,6 +38,25 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Measurement:
+    """A pulse to be taken."""
+
+    prompts: Sequence[Rendered]
+    sampling: Sampling
+    is_chain: bool
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Another checkpoint is to draft from now on."""
+
+    ckpt: Path
+
+
+Job = Work | Measurement | Swap
+
+
+@dataclass(frozen=True)
 class Advanced:
     """One step of an engine."""
 
@@ -43,23 +64,38 @@ class Advanced:
     finished_answers: int
 
 
-class Engine:
-    """A process that makes one shard at a time."""
+@dataclass(frozen=True)
+class Swapped:
+    """It drafts now."""
 
-    def __init__(self, recipe: Recipe, folder: Path, spool: Path, environment: Mapping[str, str]) -> None:
+
+Done = Made | Pulse | Swapped
+
+
+class Engine:
+    """A process that does one job at a time."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        spool: Path,
+        drafting: Drafting | None,
+        environment: Mapping[str, str],
+    ) -> None:
         context = get_context("spawn")
         self.connection, theirs = context.Pipe()
-        arguments = (recipe, folder, spool, theirs, os.getpid())
-        self._process = context.Process(target=_make_shards, args=arguments)
+        arguments = (recipe, folder, spool, drafting, theirs, os.getpid())
+        self._process = context.Process(target=_do_jobs, args=arguments)
         with _environment(environment):  # OpenMP reads its part when the process begins
             self._process.start()
         theirs.close()
 
-    def begin(self, work: Work) -> None:
+    def begin(self, job: Job) -> None:
         with self._watched():
-            self.connection.send(work)
+            self.connection.send(job)
 
-    def hear(self) -> Advanced | Made:
+    def hear(self) -> Advanced | Done:
         """Waits.  Raises what the engine raised, or MachineError if it died."""
         with self._watched():
             event = self.connection.recv()
@@ -85,7 +121,9 @@ class Engine:
 
 
 @contextmanager
-def running_engines(recipe: Recipe, folder: Path, spool: Path, most: int) -> Iterator[list[Engine]]:
+def running_engines(
+    recipe: Recipe, folder: Path, spool: Path, most: int, drafting: Drafting | None = None
+) -> Iterator[list[Engine]]:
     """data.engines of them, at most `most`; UserError if there are too few GPUs for them."""
     count = min(recipe.data.engines, most)
     environments = share_devices(count, recipe.serve)
@@ -93,7 +131,7 @@ def running_engines(recipe: Recipe, folder: Path, spool: Path, most: int) -> Ite
     patience_s = 0.0
     try:
         for number, environment in enumerate(environments):
-            engines.append(Engine(recipe, folder, spool / str(number), environment))
+            engines.append(Engine(recipe, folder, spool / str(number), drafting, environment))
         yield engines
         patience_s = _PATIENCE_S
     finally:
@@ -101,9 +139,18 @@ def running_engines(recipe: Recipe, folder: Path, spool: Path, most: int) -> Ite
             engine.end(patience_s)
 
 
-def share_out(engines: Sequence[Engine], work: Sequence[Work]) -> Iterator[Advanced | Made]:
-    """What happens, as it happens, until all work is done."""
-    left = deque(work)
+def tell_all(engines: Sequence[Engine], job: Job) -> None:
+    """Has every engine do the same, and waits."""
+    for engine in engines:
+        engine.begin(job)
+    for engine in engines:
+        while isinstance(engine.hear(), Advanced):
+            pass
+
+
+def share_out(engines: Sequence[Engine], jobs: Sequence[Job]) -> Iterator[Advanced | Done]:
+    """What happens, as it happens, until all jobs are done."""
+    left = deque(jobs)
     busy: dict[Any, Engine] = {}
     for engine in engines:
         if left:
@@ -113,25 +160,42 @@ def share_out(engines: Sequence[Engine], work: Sequence[Work]) -> Iterator[Advan
         for connection in wait(list(busy)):
             event = busy[connection].hear()
             yield event
-            if isinstance(event, Made) and left:
+            if isinstance(event, Advanced):
+                continue
+            if left:
                 busy[connection].begin(left.popleft())
-            elif isinstance(event, Made):
+            else:
                 del busy[connection]
 
 
-def _make_shards(recipe: Recipe, folder: Path, spool: Path, parent: Connection, parent_pid: int) -> None:
-    """The engine's process: makes a shard of every Work that comes, and tells of each step."""
+def _do_jobs(
+    recipe: Recipe,
+    folder: Path,
+    spool: Path,
+    drafting: Drafting | None,
+    parent: Connection,
+    parent_pid: int,
+) -> None:
+    """The engine's process: does every job that comes, and tells of each step."""
     follow_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
     try:
-        maker = ShardMaker(recipe, folder, spool, lambda *step: parent.send(Advanced(*step)))
+        maker = ShardMaker(recipe, folder, spool, lambda *step: parent.send(Advanced(*step)), drafting)
         while True:
-            work = parent.recv()
-            parent.send(maker.make(work.number, work.prompts))
+            parent.send(_do(parent.recv(), maker))
     except EOFError:
         return  # no more work
     except (UserError, MachineError, OSError) as error:
         parent.send(error)
+
+
+def _do(job: Job, maker: ShardMaker) -> Done:
+    if isinstance(job, Measurement):
+        return maker.measure(job.prompts, job.sampling, is_chain=job.is_chain)
+    if isinstance(job, Swap):
+        maker.swap(job.ckpt)
+        return Swapped()
+    return maker.make(job.number, job.prompts)
 
 
 @contextmanager

@@ -5,10 +5,11 @@ The engines are processes of their own (`data.engines`); here their shards are c
 
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from data.answer_bar import answer_bar
-from data.engines import Work, running_engines, share_out
+from data.engines import Advanced, Engine, Work, running_engines, share_out
 from data.shard_maker import Made
 from data.shard_plan import ShardPlan
 
@@ -18,6 +19,8 @@ class Tally:
     """What one run of the data phase did."""
 
     emitted_tokens: int = 0
+    request_steps: int = 0
+    """Over the answers: steps in which one grew."""
     engine_seconds: float = 0.0
     """Of generating, all engines together; their start and the checks left out."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
@@ -26,6 +29,7 @@ class Tally:
 
     def add(self, made: Made) -> None:
         self.emitted_tokens += made.emitted_tokens
+        self.request_steps += made.request_steps
         self.engine_seconds += made.seconds
         self.finish_reasons.update(made.finish_reasons)
         for layer, cosine in made.least_cosines.items():
@@ -34,26 +38,26 @@ class Tally:
 
 def fill_shards(plan: ShardPlan) -> Tally:
     """Raises MachineError if an engine's taps are not the transformers model's; it writes no shard then."""
-    tally = Tally()
-    if plan.missing:
-        _generate(plan, tally)
-    if not plan.writer.manifest.complete:
-        plan.writer.finish(plan.count_dropped())
+    tally, missing = Tally(), plan.find_missing()
+    if missing:
+        with running_engines(plan.recipe, plan.folder, plan.spool, most=len(missing)) as engines:
+            make_shards(plan, engines, missing, tally)
+        shutil.rmtree(plan.spool)
+    plan.finish()
     return tally
 
 
-def _generate(plan: ShardPlan, tally: Tally) -> None:
-    work = [Work(number, plan.groups[number]) for number in plan.missing]
-    with (
-        answer_bar(sum(len(each.prompts) for each in work)) as bar,
-        running_engines(plan.recipe, plan.folder, plan.spool, most=len(work)) as engines,
-    ):
+def make_shards(
+    plan: ShardPlan, engines: Sequence[Engine], numbers: Sequence[int], tally: Tally, of_round: int = 0
+) -> None:
+    """Has the engines make these shards, as those of a round; shows how far they are."""
+    work = [Work(number, plan.groups[number]) for number in numbers]
+    with answer_bar(sum(len(each.prompts) for each in work)) as bar:
         for event in share_out(engines, work):
             if isinstance(event, Made):
-                plan.writer.add(event.entry)
+                entry = event.entry.model_copy(update={"round": of_round})
+                plan.writer.add(entry)
                 tally.add(event)
-                entry = event.entry
                 bar.tell(f"{entry.file}: {entry.sequences} sequences, {entry.tokens} tokens")
-            else:
+            elif isinstance(event, Advanced):
                 bar.advance(event.new_tokens, event.finished_answers)
-    shutil.rmtree(plan.spool)

@@ -5,8 +5,6 @@
 Only reads aloud.  Run again after an interruption, it goes on after the last complete shard.
 """
 
-import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +15,7 @@ from data.outcome import show_outcome
 from data.shard_plan import make_plan
 from recipes.errors import run_command
 from recipes.load import check_against_target, load_recipe, write_resolved
-from serve.engine import child_environment
+from serve.engine import enter_environment
 
 
 def main(
@@ -27,18 +25,11 @@ def main(
     """Have the target answer a recipe's prompts, and keep its text and its hidden states."""
     recipe = load_recipe(recipe_path, overrides or [])
     check_against_target(recipe)
-    _enter_environment()
+    enter_environment()
     write_resolved(recipe, recipe.output_dir)
     plan = make_plan(recipe)
     tally = fill_shards(plan)
     show_outcome(plan, tally)
-
-
-def _enter_environment() -> None:
-    """Starts this process anew in the engine's environment: some of it is read before Python's first line."""
-    environment = child_environment()
-    if environment != dict(os.environ):
-        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ business.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +16,10 @@ from data import shards
 from data.check_taps import HookedTarget, NamedSequence, check_taps
 from data.groups import Rendered
 from data.shards import write_shard_file
-from recipes.manifest import ShardEntry
-from recipes.schema import Recipe
-from serve.generation import Answer, CapturingEngine, Request
+from recipes.errors import UserError
+from recipes.manifest import Pulse, ShardEntry
+from recipes.schema import Recipe, Sampling
+from serve.generation import Answer, CapturingEngine, Drafting, OnStep, Request
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Made:
 
     entry: ShardEntry
     emitted_tokens: int
+    request_steps: int
+    """Over the answers: steps in which one grew."""
     seconds: float
     """Of generating."""
     finish_reasons: Mapping[str, int]
@@ -38,14 +41,24 @@ class ShardMaker:
     """A capturing engine and where its shards go.  Its first shard is checked before it is written."""
 
     def __init__(
-        self, recipe: Recipe, folder: Path, spool: Path, on_step: Callable[[int, int], None]
+        self, recipe: Recipe, folder: Path, spool: Path, on_step: OnStep, drafting: Drafting | None = None
     ) -> None:
-        """on_step(new tokens, finished answers) is called after each of the engine's steps."""
         self._recipe = recipe
         self._folder = folder
         self._on_step = on_step
-        self._engine = CapturingEngine(recipe.target, recipe.serve, recipe.drafter.target_layer_ids, spool)
+        layers = recipe.drafter.target_layer_ids
+        self._engine = CapturingEngine(recipe.target, recipe.serve, layers, spool, drafting)
         self._is_checked = recipe.data.check_sequences == 0
+
+    def swap(self, ckpt: Path) -> None:
+        """Another checkpoint drafts from now on."""
+        self._engine.swap(ckpt)
+
+    def measure(self, prompts: Sequence[Rendered], sampling: Sampling, *, is_chain: bool) -> Pulse:
+        """What the engine accepts on these prompts, whose answers are kept nowhere."""
+        requests = [Request(prompt.token_ids, prompt.seed) for prompt in prompts]
+        answers = self._engine.answer(requests, sampling, lambda *_: None, is_chain=is_chain)
+        return count_pulse(answers, sampling.temperature, is_chain=is_chain)
 
     def make(self, number: int, prompts: Sequence[Rendered]) -> Made:
         """Its states stay in the spool's files, which are gone from the disk when this returns."""
@@ -61,6 +74,7 @@ class ShardMaker:
             least_cosines=self._check(named),  # before the shard is written
             entry=self._write(number, named),
             emitted_tokens=sum(len(answer.token_ids) for answer in answers),
+            request_steps=sum(len(answer.chunks) for answer in answers),
             seconds=seconds,
             finish_reasons=Counter(answer.finish_reason for answer in answers),
         )
@@ -80,6 +94,20 @@ class ShardMaker:
     def _write(self, number: int, named: Sequence[NamedSequence]) -> ShardEntry:
         sequences, prompt_ids = [each.sequence for each in named], [each.name for each in named]
         return write_shard_file(self._folder, number, sequences, prompt_ids)
+
+
+def count_pulse(answers: Sequence[Answer], temperature: float, *, is_chain: bool) -> Pulse:
+    """As `eval.acceptance` counts: an answer's first chunk is the prefill's, each further one a step's."""
+    sizes = [size for answer in answers for size in answer.chunks[1:]]
+    if not sizes:
+        raise UserError("a pulse took no verification step: raise rounds.pulse_prompts or eval.max_tokens")
+    return Pulse(
+        temperature=temperature,
+        is_chain=is_chain,
+        steps=len(sizes),
+        committed_tokens=sum(sizes),
+        reached=[sum(size > depth for size in sizes) for depth in range(1, max(sizes))],
+    )
 
 
 def is_empty(answer: Answer) -> bool:

@@ -15,12 +15,18 @@ from recipes.load import resolve_model
 from recipes.manifest import ShardManifest, identify_target, provenance, read_manifest
 from recipes.schema import Recipe
 
-_WITHOUT_EFFECT = ("check_sequences", "check_cosine", "engines")  # data.* that change no shard
+_WITHOUT_EFFECT = (
+    "check_sequences",
+    "check_cosine",
+    "engines",
+    "disk_gib",
+    "policy",
+)  # data.* that change no shard
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """A recipe's shards, each a group of prompts; those of `missing` are still to be made."""
+    """A recipe's shards, each a group of prompts."""
 
     recipe: Recipe
     folder: Path
@@ -28,12 +34,22 @@ class ShardPlan:
     """Found, of the data.num_prompts asked for."""
     groups: list[list[Rendered]]
     missing: list[int]
+    """When it was made."""
     writer: ShardWriter
 
     @property
     def spool(self) -> Path:
         """Where captured states pass through, a folder for each engine."""
         return self.folder / "spool"
+
+    def find_missing(self) -> list[int]:
+        """Numbers of the shards that are still to be made."""
+        return _find_missing(self.groups, self.writer)
+
+    def finish(self) -> None:
+        """Says that every shard is there."""
+        if not self.writer.manifest.complete:
+            self.writer.finish(self.count_dropped())
 
     def count_dropped(self) -> dict[str, int]:
         """Once every shard is there: reason -> prompts without a sequence."""
@@ -54,11 +70,14 @@ def make_plan(recipe: Recipe) -> ShardPlan:
             f" of {recipe.data.prompts} is longer; write a larger one"
         )
     groups = group_by_shard(short, recipe.data)
-    written = {entry.file for entry in writer.manifest.shards}
-    missing = [number for number in range(len(groups)) if shard_name(number) not in written]
-    plan = ShardPlan(recipe, folder, len(prompts), groups, missing, writer)
+    plan = ShardPlan(recipe, folder, len(prompts), groups, _find_missing(groups, writer), writer)
     shutil.rmtree(plan.spool, ignore_errors=True)  # of an interrupted run
     return plan
+
+
+def _find_missing(groups: list[list[Rendered]], writer: ShardWriter) -> list[int]:
+    written = {entry.file for entry in writer.manifest.shards}
+    return [number for number in range(len(groups)) if shard_name(number) not in written]
 
 
 def _load_tokenizer(recipe: Recipe) -> Any:

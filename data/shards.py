@@ -140,9 +140,12 @@ class Shards:
         return self._shards[shard].read_sequence(index - self._firsts[shard])
 
 
-def open_shards(directory: Path) -> Shards:
-    """Raises UserError for a missing or damaged manifest, or a shard that is not what was written."""
-    manifest = read_manifest(directory / MANIFEST_NAME, ShardManifest)
+def open_shards(directory: Path, manifest: ShardManifest | None = None) -> Shards:
+    """Those that the manifest names, the folder's own if none is given.
+
+    Raises UserError for a missing or damaged manifest, or a shard that is not what was written.
+    """
+    manifest = manifest or read_manifest(directory / MANIFEST_NAME, ShardManifest)
     for entry in manifest.shards:
         if not (directory / entry.file).exists():
             raise UserError(

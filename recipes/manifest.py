@@ -71,6 +71,8 @@ class ShardEntry(Record):
     sequences: Count
     tokens: Count
     supervised_tokens: Count
+    round: Count = 0
+    """Of the loop, in which it was made."""
 
 
 class ShardManifest(Manifest):
@@ -85,6 +87,41 @@ class ShardManifest(Manifest):
     """Reason -> sequences left out."""
     complete: bool
     """Whether the data phase reached its end; if not, it goes on where it stopped."""
+
+
+class Pulse(Record):
+    """What the engine accepted of one way of drafting, on a few held-out prompts."""
+
+    temperature: float
+    is_chain: bool
+    """Else trees."""
+    steps: Count
+    """Verifications."""
+    committed_tokens: Count
+    """By them, the target's own included."""
+    reached: list[Count]
+    """Steps that accepted at least 1, 2, ... drafts."""
+
+    @property
+    def acceptance_length(self) -> float:
+        return self.committed_tokens / self.steps
+
+
+class RoundManifest(Record):
+    """rounds/round-N.json: what the data phase of a round did; written once all its shards are there."""
+
+    schema_version: Literal[1] = 1
+    round: Count
+    checkpoint: str | None
+    """The drafter's folder; None where none drafted."""
+    pulses: list[Pulse]
+    emitted_tokens: Count
+    request_steps: Count
+    """Of the engine, summed over the answers: one for each chunk of tokens an answer grew by."""
+    engine_seconds: float
+    """Of generating, all engines together."""
+    num_engines: Count
+    """Zero where every shard was there already."""
 
 
 class CheckpointManifest(Manifest):

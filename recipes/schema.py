@@ -103,6 +103,10 @@ class Data(Section):
 
     A small target leaves a GPU idle between its steps: with serve.kv_cache_gib set, engines may share GPUs.
     """
+    disk_gib: Annotated[float, Field(gt=0)] | None = None
+    """The most that shards may take at any time; None: only hardware.disk_gib bounds them."""
+    policy: Literal["keep", "rolling"] = "keep"
+    """keep: all shards stay. rolling: shards are deleted once a round has consumed them."""
     check_sequences: Natural = 8
     """Sequences of each engine whose taps are compared with forward hooks on the transformers model."""
     check_cosine: Share = 0.999
@@ -167,6 +171,23 @@ class Serve(Section):
     """Of an engine's KV cache; None is what gpu_memory_utilization leaves on a GPU, and 1 on a CPU."""
 
 
+class Rounds(Section):
+    """The loop: each round after the first begins with the drafter made so far, in the engine itself.
+
+    It is measured there (a pulse), drafts the answers to the round's prompts, and is trained on with them.
+    """
+
+    count: Positive = 1
+    first_share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Of the shards, made by plain decoding in the first round; the others share the rest. None: equally."""
+    budget: Annotated[int, Field(ge=1, le=63)] = 15
+    """Nodes of the trees that are drafted for the answers; a pulse measures these and the chain."""
+    pulse_prompts: Positive = 16
+    """Of eval.suite; with eval's temperatures, and as many tokens as eval asks for."""
+    most_gap: Annotated[float, Field(gt=0)] | None = None
+    """The run ends where simulated acceptance is further above the chain's real one. None: never."""
+
+
 class Eval(Section):
     """What is measured after the distillation, through the served engine."""
 
@@ -182,6 +203,22 @@ class Eval(Section):
     """Nodes of the draft trees that are measured too; 0: none."""
 
 
+class Hardware(Section):
+    """The machine, for `recipes/plan.py`: nothing else looks at it, and what is not said is not checked."""
+
+    gpus: Natural = 0
+    """0 is a CPU."""
+    gpu_gib: Annotated[float, Field(gt=0)] | None = None
+    """Memory of one GPU, as torch tells it: a card of 48 GB has 47.5."""
+    host_gib: Annotated[float, Field(gt=0)] | None = None
+    disk_gib: Annotated[float, Field(gt=0)] | None = None
+    """Free for output_dir, and for the target where it is fetched from the hub."""
+    regeneration_tokens_per_second: Annotated[float, Field(gt=0)] | None = None
+    """Emitted by all engines together, as measured; None: the plan tells tokens instead of hours."""
+    training_tokens_per_second: Annotated[float, Field(gt=0)] | None = None
+    """Of whole sequences, over all ranks, as training shows it; None as above."""
+
+
 class Recipe(Section):
     """Everything one distillation needs."""
 
@@ -193,7 +230,9 @@ class Recipe(Section):
     data: Data
     train: Train
     serve: Serve = Serve()
+    rounds: Rounds = Rounds()
     eval: Eval
+    hardware: Hardware = Hardware()
 
     @model_validator(mode="after")
     def _sections_fit(self) -> "Recipe":

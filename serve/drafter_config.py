@@ -45,6 +45,8 @@ class PublishedConfig(BaseModel):
     num_target_layers: int | None = None
     rope_theta: float | None = None
     rope_parameters: dict[str, Any] | None = None
+    is_causal: bool | None = None
+    """Inside the block; None: sliding layers are, full layers are not."""
     dtype: str = "bfloat16"
 
     def resolved_layer_types(self) -> list[LayerType]:

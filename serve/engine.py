@@ -6,6 +6,7 @@ same.  Does not import vllm: the environment must be right before anyone does.
 
 import importlib.util
 import os
+import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -54,6 +55,13 @@ def child_environment() -> dict[str, str]:
     if is_cuda():
         return inherited | _common_variables() | _cuda_variables()
     return _cpu_defaults() | inherited | _common_variables() | {"TRITON_INTERPRET": "1"}
+
+
+def enter_environment() -> None:
+    """Starts this process anew in the engine's environment: some of it is read before Python's first line."""
+    environment = child_environment()
+    if environment != dict(os.environ):
+        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
 
 
 def _is_foreign(name: str) -> bool:

@@ -32,7 +32,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_NAME
     if index.is_file():
-        files = [folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+        files = [folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
     else:
         files = sorted(folder.glob("*.safetensors"))
     absent = [path.name for path in files if not path.is_file()]

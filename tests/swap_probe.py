@@ -7,6 +7,7 @@ The target is the embedded one in fp32 and trees are drafted, so that greedy tex
 
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ class Plan:
     """The checkpoint that the engine starts with."""
     prompts: list[list[int]]
     max_tokens: int
+    first_goes: bool = False
+    """Its folder is removed before anything else comes, as a trainer does."""
     quiet: list[str] = field(default_factory=list)
     """Checkpoints to be swapped in, one after the other, when no request runs."""
     refused: list[str] = field(default_factory=list)
@@ -74,6 +77,8 @@ def run(plan: Plan) -> Swapped:
     llm = LLM(**arguments, skip_tokenizer_init=True, disable_log_stats=False)
     asked = Round(plan.prompts, plan.max_tokens)
     told = Swapped(answer(llm, asked))
+    if plan.first_goes:
+        shutil.rmtree(first)
     addresses = find_addresses(llm)
     for ckpt in plan.quiet:
         assert swap(llm, ckpt) == {"loaded": ckpt}

@@ -23,7 +23,8 @@ Json = dict[str, Any]
 Weights = dict[str, torch.Tensor]
 
 VOCAB, HIDDEN = 4096, 256
-IDS, IDS_FROM_1 = [1, 3, 5], [2, 4, 6]
+IDS = tiny_config()["dflash_config"]["target_layer_ids"]
+IDS_FROM_1 = [i + 1 for i in IDS]
 SETTINGS = ("block_size", "dflash_config", "num_target_layers")
 
 
@@ -69,7 +70,11 @@ def speculators_config(**changes: object) -> Json:
         "sample_from_anchor": False,
         "sliding_window_non_causal": False,
         "transformer_layer_config": qwen3_keys(),
-        "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "some/target"}},
+        "speculators_config": {
+            "algorithm": "dflash",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 7}],
+            "verifier": {"name_or_path": "some/target"},
+        },
     } | changes
 
 
@@ -112,6 +117,10 @@ every_format = pytest.mark.parametrize(
 )
 
 
+def listed(ids: list[int]) -> str:
+    return ", ".join(map(str, ids))
+
+
 def what_it_says(config: Json, layout: Format) -> Json:
     """Of the original config, what the other format can say: speculators does not know the target's depth."""
     unsaid = () if layout in (Format.PUBLISHED, Format.PUBLISHED_OLD) else ("num_target_layers",)
@@ -142,7 +151,7 @@ def test_what_is_written_is_published_bit_for_bit_and_fits_the_target(
     written = load_file(tmp_path / "ours" / "model.safetensors")
     assert written.keys() == weights.keys()
     assert all(torch.equal(written[name], weights[name]) for name in weights)
-    assert check_checkpoint(tmp_path / "ours", str(EMBEDDED_TARGET)).target_layer_ids == (1, 3, 5)
+    assert check_checkpoint(tmp_path / "ours", str(EMBEDDED_TARGET)).target_layer_ids == tuple(IDS)
     again = read_checkpoint(tmp_path / "ours")
     assert again.config == what_it_says(tiny_config(), layout)
     assert [note for note in again.notes if "num_target_layers" not in note] == []
@@ -156,7 +165,7 @@ def test_every_conversion_is_told(tmp_path, weights):
     folder = write_checkpoint(tmp_path, speculators_config(), weights | copies_of_the_target())
     assert read_checkpoint(folder).notes == (
         "the file names its target: some/target",
-        "layer ids 2, 4, 6 (aux_hidden_state_layer_ids) counted from 1: read as 1, 3, 5",
+        f"layer ids {listed(IDS_FROM_1)} (aux_hidden_state_layer_ids) counted from 1: read as {listed(IDS)}",
         "full layers see a block both ways, sliding ones causally, as trained",
         "num_target_layers is not said: this project and vLLM do without, z-lab's own code does not",
         "embed_tokens.weight, lm_head.weight, verifier_lm_head.weight, verifier_norm.weight left out:"
@@ -239,9 +248,9 @@ def refusal(folder: Path, config: Json, weights: Weights) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("ids", [IDS, IDS_FROM_1])
-def test_open_spec_says_itself_where_it_starts_to_count(tmp_path, weights, ids):
-    config = open_spec_config(target_layer_ids=ids, target_layer_start_idx=ids[0] - 1)
+@pytest.mark.parametrize(("first", "ids"), [(0, IDS), (1, IDS_FROM_1)])
+def test_open_spec_says_itself_where_it_starts_to_count(tmp_path, weights, first, ids):
+    config = open_spec_config(target_layer_ids=ids, target_layer_start_idx=first)
     assert convert(tmp_path, config, weights)[0]["dflash_config"]["target_layer_ids"] == IDS
 
 
@@ -251,7 +260,8 @@ def test_ids_said_twice_in_two_conventions_must_agree(tmp_path, weights):
     assert config == tiny_config()
     assert "counted from 1" in notes
     wrong = tiny_config() | {"eagle_aux_hidden_state_layer_ids": IDS}
-    assert "[1, 3, 5] means [0, 2, 4] counted from 0; keep the right" in refusal(tmp_path, wrong, weights)
+    one_lower = [i - 1 for i in IDS]
+    assert f"{IDS} means {one_lower} counted from 0; keep the right" in refusal(tmp_path, wrong, weights)
 
 
 @pytest.mark.parametrize(
@@ -283,14 +293,6 @@ def test_missing_layer_ids_are_not_guessed(tmp_path, weights):
     assert "write dflash_config.target_layer_ids" in refusal(tmp_path, config, weights)
 
 
-def test_ids_that_look_counted_from_1_are_taken_with_a_doubt(tmp_path, weights):
-    ids = [2, 4, 6]  # z-lab's formula for 8 layers and 3 taps gives 1, 3, 5
-    config = tiny_config() | {"dflash_config": {"target_layer_ids": ids, "mask_token_id": 7}}
-    converted, notes = convert(tmp_path, config, weights)
-    assert converted["dflash_config"]["target_layer_ids"] == ids
-    assert "if they were counted from 1, write 1, 3, 5" in notes
-
-
 def test_absent_layer_types_are_what_transformers_makes_of_them(tmp_path, weights):
     keys = {"layer_types": None, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
     config, notes = convert(tmp_path, tiny_config() | keys, weights)
@@ -301,7 +303,7 @@ def test_absent_layer_types_are_what_transformers_makes_of_them(tmp_path, weight
 def test_a_flag_for_all_layers_survives_where_their_kinds_say_otherwise(tmp_path, weights):
     config, notes = convert(tmp_path, speculators_config(sliding_window_non_causal=True), weights)
     assert config["is_causal"] is False
-    assert "is_causal False kept" in notes
+    assert "is_causal False for every layer" in notes
 
 
 def test_speculators_flag_may_be_absent_only_where_it_says_nothing(tmp_path, weights):
@@ -411,6 +413,10 @@ def test_a_config_that_cannot_be_served_is_refused_by_key(tmp_path, weights, cha
     assert named in refusal(tmp_path, config | {"dflash_config": nested} | changes, weights)
 
 
+def test_a_block_that_proposes_as_many_tokens_as_it_has_slots_is_refused(tmp_path, weights):
+    assert "blocks of 7 that propose 7" in refusal(tmp_path, speculators_config(block_size=7), weights)
+
+
 def test_keys_that_change_nothing_are_dropped_and_unknown_ones_told(tmp_path, weights):
     config, notes = convert(
         tmp_path,
@@ -485,7 +491,9 @@ def write_shards(folder: Path, config: Json, weights: Weights) -> Path:
 
 
 def test_shards_are_read_over_their_index_and_written_as_one_file(tmp_path, weights):
-    checkpoint = read_checkpoint(write_shards(tmp_path / "theirs", tiny_config(), weights))
+    folder = write_shards(tmp_path / "theirs", tiny_config(), weights)
+    save_file({"norm.weight": torch.zeros(HIDDEN)}, folder / "consolidated.safetensors")  # not in the index
+    checkpoint = read_checkpoint(folder)
     assert {path.name[:11] for path in checkpoint.files.values()} == {"model-00001", "model-00002"}
     write_published(checkpoint, tmp_path / "ours")
     written = load_file(tmp_path / "ours" / "model.safetensors")
@@ -591,7 +599,7 @@ def test_the_command_converts_and_says_what_it_did(tmp_path, weights):
     run = run_convert(theirs, tmp_path / "ours")
     assert run.returncode == 0, run.stderr
     assert f"{theirs}: speculators format" in run.stdout
-    assert "counted from 1: read as 1, 3, 5" in run.stdout
+    assert f"counted from 1: read as {listed(IDS)}" in run.stdout
     assert f"{tmp_path / 'ours'}: 36 tensors, bfloat16, blocks of 8" in run.stdout
     check_checkpoint(tmp_path / "ours", str(EMBEDDED_TARGET))
 
@@ -609,6 +617,6 @@ def test_reading_needs_neither_torch_nor_vllm(tmp_path, weights):
     folder = write_checkpoint(tmp_path, speculators_config(), weights)
     code = (
         "import sys, pathlib; from serve.formats import read_checkpoint;"
-        "read_checkpoint(pathlib.Path(sys.argv[1])); sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
+        "read_checkpoint(pathlib.Path(sys.argv[1])); sys.exit(bool({'torch', 'vllm'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code, str(folder)], check=False).returncode == 0

@@ -105,7 +105,15 @@ def swapped(prompts, untrained, tmp_path_factory) -> Swapped:
     folder = tmp_path_factory.mktemp("swapped")
     misfits = [str(make(folder / name)) for name, (make, _) in MISFITS.items() if name != "another target"]
     reference, other = str(REFERENCE), str(untrained)
-    plan = Plan(other, prompts, MAX_TOKENS, [reference, other, reference], misfits, [other, reference] * 5)
+    plan = Plan(
+        str(shutil.copytree(other, folder / "first")),
+        prompts,
+        MAX_TOKENS,
+        first_goes=True,
+        quiet=[reference, other, reference],
+        refused=misfits,
+        loaded=[other, reference] * 5,
+    )
     return probe(plan, folder)
 
 

@@ -120,6 +120,10 @@ def load_published(ckpt: Path) -> DFlashDrafter:
 
 def _shape_of(config: Mapping[str, Any], ckpt: Path) -> Drafter:
     parsed = parse_config(config, str(ckpt))
+    if parsed.is_causal is not None:
+        raise UserError(
+            f"{ckpt}: is_causal is {parsed.is_causal}, which cannot be trained: its layers' kinds say it"
+        )
     defaults = {
         name: field.default for name, field in Drafter.model_fields.items() if not field.is_required()
     }

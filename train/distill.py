@@ -1,4 +1,4 @@
-"""The whole loop of a recipe: regenerate and capture, distil, measure.
+"""The whole loop of a recipe: regenerate and capture, distil, measure; in as many rounds as it says.
 
     deepspeed train/distill.py recipes/tiny_cpu.yaml [section.field=value ...]
 
@@ -10,6 +10,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -19,8 +20,10 @@ from recipes.load import check_against_target, load_recipe, write_resolved
 from recipes.manifest import ShardManifest, read_manifest
 from recipes.schema import Recipe
 from serve.engine import child_environment
-from train.loop import Distilled, check_split, distil, drafter_config
-from train.ranks import joined_ranks
+from train.loop import Distillation, Distilled, check_split, drafter_config
+from train.pulse import check_gap, show_round
+from train.ranks import Ranks, joined_ranks
+from train.rounds import DataPhase, Round, plan_rounds
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -30,12 +33,23 @@ def main() -> None:
     with joined_ranks() as ranks:
         ranks.on_main(lambda: check(load_recipe(arguments.recipe, arguments.overrides), ranks.world_size))
         recipe = load_recipe(arguments.recipe, arguments.overrides)
-        ranks.on_main(lambda: regenerate(recipe, arguments))
-        distilled = distil(recipe, ranks)
+        ranks.on_main(lambda: write_resolved(recipe, recipe.output_dir))
+        distilled = take_rounds(recipe, arguments, ranks)
         is_main = ranks.is_main
     if is_main:
         measure(recipe, distilled)
         show_results(recipe, distilled)
+
+
+def take_rounds(recipe: Recipe, arguments: argparse.Namespace, ranks: Ranks) -> Distilled:
+    """Each round: the engine measures the newest drafter and makes data with it; training goes on."""
+    training, distilled = Distillation(recipe, ranks), None
+    with DataPhase(recipe, [str(arguments.recipe), *arguments.overrides]) as data:
+        for each in plan_rounds(recipe):
+            ranks.on_main(partial(regenerate, recipe, arguments, data, each, distilled))
+            distilled = training.take(each)
+    assert distilled is not None, "a recipe has at least one round"
+    return distilled
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -55,10 +69,22 @@ def check(recipe: Recipe, world_size: int) -> None:
     check_split(recipe, world_size)
 
 
-def regenerate(recipe: Recipe, arguments: argparse.Namespace) -> None:
-    write_resolved(recipe, recipe.output_dir)
-    if not has_shards(recipe):
-        run_child("data/regenerate.py", [str(arguments.recipe), *arguments.overrides], recipe)
+def regenerate(
+    recipe: Recipe,
+    arguments: argparse.Namespace,
+    data: DataPhase,
+    which: Round,
+    drafter: Distilled | None,
+) -> None:
+    """The data of a round, and what the engine says of the drafter that it begins with."""
+    if recipe.rounds.count == 1:
+        if not has_shards(recipe):
+            run_child("data/regenerate.py", [str(arguments.recipe), *arguments.overrides], recipe)
+        return
+    report = data.make(which.number, None if drafter is None else drafter.checkpoint)
+    show_round(report, which, drafter, recipe.output_dir)
+    if drafter is not None:
+        check_gap(report, drafter.simulated_acceptance, recipe.rounds.most_gap)
 
 
 def has_shards(recipe: Recipe) -> bool:

@@ -68,11 +68,13 @@ class Feed:
     drafter: Drafter
     rank: int
     world_size: int
+    first_step: int = 0
+    """Of the round."""
 
     def read_step(self, step: int) -> list[MicroBatch]:
-        """This rank's micro-batches of optimizer step `step` (0-based)."""
+        """This rank's micro-batches of optimizer step `step` (0-based, of the whole training)."""
         share = self.train.sequences_per_step // self.world_size
-        first = step * self.train.sequences_per_step + self.rank * share
+        first = (step - self.first_step) * self.train.sequences_per_step + self.rank * share
         size = self.train.micro_batch_sequences
         return [self._read(range(start, start + size)) for start in range(first, first + share, size)]
 

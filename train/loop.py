@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from data.rounds import read_round, up_to_round
 from data.shards import open_shards
 from recipes.errors import MachineError, UserError
 from recipes.load import resolve_model
@@ -24,12 +25,15 @@ from train.drafter import DFlashDrafter
 from train.feed import Feed, MicroBatch, read_ahead
 from train.ranks import Ranks
 from train.reporting import Reading, Reporter, reporting
-from train.resume import Progress, RunFolders
+from train.resume import Progress, RunFolders, find_last_pair
+from train.rounds import Round, plan_rounds
 from train.saving import Saver
 from train.schedule import learning_rate_at
 from train.step import Learner, Totals
 from train.target_parts import load_target_parts
 from train.zero import TORCH_DTYPES, start_engine
+
+_ROUND_SEEDS = 1_000_003  # apart: rounds draw other orders and anchors
 
 
 @dataclass(frozen=True)
@@ -42,40 +46,93 @@ class Distilled:
     """Of the chain, on training blocks of the last steps."""
 
 
-def distil(recipe: Recipe, ranks: Ranks) -> Distilled:
-    """Trains to the recipe's last step, going on where an earlier run stopped.
+class Distillation:
+    """A training, taken round after round; goes on where an earlier run stopped."""
 
-    Raises UserError when the shards or an earlier state do not belong to this recipe.
-    """
-    folders = RunFolders(recipe.output_dir)
-    data = read_manifest(folders.shards / "manifest.json", ShardManifest)
-    ranks.on_main(lambda: check_shards(recipe, data))
-    shards = open_shards(folders.shards)
-    saver = Saver(recipe, folders, drafter_config(recipe), data, ranks)
-    learner = start_learner(recipe, ranks)
-    progress = saver.go_on(learner.engine)
-    first_step = progress.step(recipe.train.sequences_per_step)
-    if first_step < recipe.train.steps:
-        rehearse_largest_batch(recipe, learner, data.hidden_size)
-        feed = Feed(shards, recipe.train, recipe.drafter, ranks.rank, ranks.world_size)
-        with _reporter(folders.output_dir, first_step, recipe.train.steps, ranks) as reporter:
-            progress = _take_steps(recipe.train, learner, feed, saver, progress, reporter)
-    step = progress.step(recipe.train.sequences_per_step)
-    return Distilled(folders.checkpoint(step), step, progress.simulated_acceptance)
+    def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
+        self._recipe, self._ranks = recipe, ranks
+        self._folders = RunFolders(recipe.output_dir)
+        self._rounds = plan_rounds(recipe)
+        self._progress = Progress()
+        self._learner: Learner | None = None
+
+    def take(self, which: Round) -> Distilled:
+        """The steps of a round whose shards are there.
+
+        Raises UserError when the shards or an earlier state do not belong to this recipe.
+        """
+        data = self._read_data(which)
+        learner = self._begin(data.hidden_size)
+        first_step = self._steps_taken
+        if first_step < which.steps.stop:
+            feed = self._feed(which, data)
+            steps = range(first_step, which.steps.stop)
+            with _reporter(
+                self._folders.output_dir, first_step, self._recipe.train.steps, self._ranks
+            ) as reporter:
+                self._progress = _take_steps(
+                    steps, self._recipe.train, learner, feed, self._saver(data), self._progress, reporter
+                )
+        step = max(self._steps_taken, which.steps.stop)
+        return Distilled(self._folders.checkpoint(step), step, self._progress.simulated_acceptance)
+
+    @property
+    def _steps_taken(self) -> int:
+        return self._progress.step(self._recipe.train.sequences_per_step)
+
+    def _begin(self, hidden_size: int) -> Learner:
+        """The learner, as an earlier run left it; once."""
+        if self._learner is None:
+            self._learner = start_learner(self._recipe, self._ranks)
+            stopped_in = self._find_round(find_last_pair(self._folders) or 0)
+            self._progress = self._saver(self._read_data(stopped_in)).go_on(self._learner.engine)
+            if self._steps_taken < self._recipe.train.steps:
+                rehearse_largest_batch(self._recipe, self._learner, hidden_size)
+        return self._learner
+
+    def _find_round(self, step: int) -> Round:
+        """In which a state of so many steps was written."""
+        return next(each for each in self._rounds if step <= each.steps.stop)
+
+    def _read_data(self, which: Round) -> ShardManifest:
+        manifest = read_manifest(self._folders.shards / "manifest.json", ShardManifest)
+        self._ranks.on_main(lambda: check_shards(self._recipe, manifest, which.number))
+        return up_to_round(manifest, which.number)
+
+    def _feed(self, which: Round, data: ShardManifest) -> Feed:
+        recipe, ranks = self._recipe, self._ranks
+        shards = open_shards(self._folders.shards, data)
+        seed = recipe.train.seed + _ROUND_SEEDS * which.number
+        train = recipe.train.model_copy(update={"seed": seed})
+        return Feed(shards, train, recipe.drafter, ranks.rank, ranks.world_size, which.steps.start)
+
+    def _saver(self, data: ShardManifest) -> Saver:
+        return Saver(self._recipe, self._folders, drafter_config(self._recipe), data, self._ranks)
+
+
+def distil(recipe: Recipe, ranks: Ranks) -> Distilled:
+    """Takes every round; their shards are there already."""
+    training = Distillation(recipe, ranks)
+    return [training.take(each) for each in plan_rounds(recipe)][-1]
 
 
 def _take_steps(
-    train: Train, learner: Learner, feed: Feed, saver: Saver, progress: Progress, reporter: Reporter | None
+    steps: range,
+    train: Train,
+    learner: Learner,
+    feed: Feed,
+    saver: Saver,
+    progress: Progress,
+    reporter: Reporter | None,
 ) -> Progress:
     window = Window()
-    steps = range(progress.step(train.sequences_per_step), train.steps)
     for step, micro_batches in zip(steps, window.timed(read_ahead(feed.read_step, steps)), strict=True):
         learning_rate = learning_rate_at(step, train.steps, train.optimizer)
         totals = learner.learn(micro_batches, learning_rate)
         window.add(totals)
         progress = progress.after(train.sequences_per_step, totals.num_tokens)
         taken = step + 1
-        is_saved = taken % train.save_every_steps == 0 or taken == train.steps
+        is_saved = taken % train.save_every_steps == 0 or taken == steps.stop
         # no window straddles a save, so that none differs after resuming
         if taken % train.log_every_steps == 0 or is_saved:
             reading = window.read(taken, learning_rate)
@@ -175,10 +232,10 @@ def check_split(recipe: Recipe, world_size: int) -> None:
         )
 
 
-def check_shards(recipe: Recipe, data: ShardManifest) -> None:
-    """Raises UserError unless the shards are complete and hold this target's states at the recipe's taps."""
+def check_shards(recipe: Recipe, data: ShardManifest, number: int = 0) -> None:
+    """Raises UserError unless a round's shards are there, with this target's states at the recipe's taps."""
     where, target = recipe.output_dir / "shards", identify_target(recipe.target)
-    if not data.complete:
+    if not (data.complete or read_round(recipe.output_dir, number)):
         raise UserError(f"{where} is not complete: run data/regenerate.py on the recipe again")
     if (data.target.fingerprint, data.target.dtype) != (target.fingerprint, target.dtype):
         raise UserError(

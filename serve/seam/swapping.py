@@ -36,6 +36,9 @@ def attach_swap(worker: Any, served: Served) -> None:
             tensors = read_replacement(Path(folder), served)
         except UserError as refusal:
             return {"refused": str(refusal)}
+        speculative.draft_model_config.model = (
+            folder  # vLLM looks for further files there; the old may be gone
+        )
         load_drafter(worker.model_runner, tensors, was_packed=is_cpu)
         return {"loaded": folder}
 

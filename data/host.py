@@ -1,0 +1,138 @@
+"""Keeps the data phase's engines over the rounds of a loop: swaps drafters, takes pulses, makes shards.
+
+    python data/host.py RECIPE [section.field=value ...] --parent PID < ORDERS
+
+An order is a line {"round": 1, "checkpoint": FOLDER or null}.  It is done once rounds/round-N.json is there;
+what was done before an interruption is not done again.  Ends with its input.  Called by `train/rounds.py`.
+"""
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel
+from transformers import AutoTokenizer
+
+from data.engines import Engine, Measurement, Swap, running_engines, share_out, tell_all
+from data.filling import Tally, make_shards
+from data.groups import Rendered, render
+from data.prompts import load_prompts
+from data.rounds import read_round, round_path, share_shards
+from data.shard_plan import ShardPlan, make_plan
+from recipes.errors import run_command
+from recipes.load import load_recipe, resolve_model
+from recipes.manifest import Pulse, RoundManifest, write_json
+from recipes.schema import Recipe, Sampling
+from serve.engine import enter_environment
+from serve.generation import Drafting
+from serve.lifetime import follow_parent
+
+
+class Order(BaseModel):
+    round: int
+    checkpoint: str | None
+
+
+def main(
+    recipe_path: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe's YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="section.field=value")] = None,
+    parent: Annotated[int | None, typer.Option(help="The process whose end ends this one.")] = None,
+) -> None:
+    """Do the data phase of one round after the other, as they are ordered."""
+    if parent is not None:
+        follow_parent(parent)
+    enter_environment()
+    plan = make_plan(load_recipe(recipe_path, overrides or []))
+    with ExitStack() as stack:
+        fleet = stack.enter_context(Fleet(plan))
+        for line in sys.stdin:
+            take_round(plan, fleet, Order.model_validate_json(line))
+
+
+def take_round(plan: ShardPlan, fleet: "Fleet", order: Order) -> None:
+    recipe = plan.recipe
+    if read_round(recipe.output_dir, order.round) is not None:
+        return
+    shares = share_shards(len(plan.groups), recipe.rounds)
+    missing = [number for number in plan.find_missing() if number in shares[order.round]]
+    pulses: list[Pulse] = []
+    tally = Tally()
+    if missing or order.checkpoint is not None:
+        engines = fleet.drafting_with(order.checkpoint)
+        if order.checkpoint is not None:
+            pulses = take_pulses(recipe, engines)
+        make_shards(plan, engines, missing, tally, order.round)
+    if order.round == recipe.rounds.count - 1:
+        plan.finish()
+    report = RoundManifest(
+        round=order.round,
+        checkpoint=order.checkpoint,
+        pulses=pulses,
+        emitted_tokens=tally.emitted_tokens,
+        request_steps=tally.request_steps,
+        engine_seconds=tally.engine_seconds,
+        num_engines=min(recipe.data.engines, len(missing)),
+    )
+    round_path(recipe.output_dir, order.round).parent.mkdir(exist_ok=True)
+    write_json(round_path(recipe.output_dir, order.round), report)
+
+
+def take_pulses(recipe: Recipe, engines: list[Engine]) -> list[Pulse]:
+    """Chain and trees at each of eval's temperatures, on the first held-out prompts."""
+    prompts = _pulse_prompts(recipe)
+    jobs = [
+        Measurement(prompts, Sampling(temperature=temperature, max_tokens=recipe.eval.max_tokens), is_chain)
+        for temperature in recipe.eval.temperatures
+        for is_chain in (True, False)
+    ]
+    done = [event for event in share_out(engines, jobs) if isinstance(event, Pulse)]
+    return sorted(
+        done, key=lambda pulse: (recipe.eval.temperatures.index(pulse.temperature), not pulse.is_chain)
+    )
+
+
+def _pulse_prompts(recipe: Recipe) -> list[Rendered]:
+    target = recipe.target
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(target.model), revision=target.revision)
+    return render(load_prompts(recipe.eval.suite, recipe.rounds.pulse_prompts), tokenizer)
+
+
+class Fleet:
+    """The engines: none at first, plain ones in the first round, drafting ones from then on."""
+
+    def __init__(self, plan: ShardPlan) -> None:
+        self._plan = plan
+        self._engines: list[Engine] = []
+        self._stack = ExitStack()
+        self._are_drafting = False
+
+    def __enter__(self) -> "Fleet":
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        self._stack.__exit__(*failure)
+
+    def drafting_with(self, checkpoint: str | None) -> list[Engine]:
+        """Engines that draft with this checkpoint, or plain ones; those there are, where that can be."""
+        if self._are_drafting and checkpoint is not None:
+            tell_all(self._engines, Swap(Path(checkpoint)))
+        elif not self._engines or checkpoint is not None:
+            self._restart(checkpoint)
+        return self._engines
+
+    def _restart(self, checkpoint: str | None) -> None:
+        """A plain engine has no place for a drafter: other graphs, other caches."""
+        self._stack.close()
+        recipe = self._plan.recipe
+        drafting = None if checkpoint is None else Drafting(Path(checkpoint), recipe.rounds.budget)
+        running = running_engines(recipe, self._plan.folder, self._plan.spool, recipe.data.engines, drafting)
+        self._engines = self._stack.enter_context(running)
+        self._are_drafting = drafting is not None
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    run_command(app)

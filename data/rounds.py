@@ -1,0 +1,31 @@
+"""Which shards belong to which round of the loop, and where a round says that it is done."""
+
+from pathlib import Path
+
+from recipes.manifest import RoundManifest, ShardManifest, read_manifest
+from recipes.schema import Rounds
+
+
+def share_shards(num_shards: int, rounds: Rounds) -> list[range]:
+    """The numbers of each round's shards, in order; a round may have none where there are too few."""
+    first = rounds.first_share if rounds.first_share is not None and rounds.count > 1 else 1 / rounds.count
+    rest = (1 - first) / max(1, rounds.count - 1)
+    ends = [round(num_shards * (first + rest * number)) for number in range(rounds.count)]
+    ends[-1] = num_shards
+    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def round_path(output_dir: Path, number: int) -> Path:
+    return output_dir / "rounds" / f"round-{number}.json"
+
+
+def read_round(output_dir: Path, number: int) -> RoundManifest | None:
+    """None until its shards are all there."""
+    path = round_path(output_dir, number)
+    return read_manifest(path, RoundManifest) if path.is_file() else None
+
+
+def up_to_round(manifest: ShardManifest, number: int) -> ShardManifest:
+    """The same without what later rounds made."""
+    kept = [entry for entry in manifest.shards if entry.round <= number]
+    return manifest.model_copy(update={"shards": kept})

@@ -1,0 +1,135 @@
+"""A recipe with its target's shape, and what a phase of it needs: rows of bytes, each with its arithmetic.
+
+Sequences are taken as long as the recipe lets them be, so every number is "at most".
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from recipes.footprint import (
+    DTYPE_BYTES,
+    GIB,
+    SERVED_NODES,
+    Target,
+    count_drafter_parameters,
+    tap_bytes,
+)
+from recipes.schema import Recipe
+
+CUDA_GIB = 2.0
+"""Assumed: context, NCCL, cuBLAS workspaces and what the allocator cannot use again."""
+CUDA_PROCESS_GIB = 3.0
+"""Assumed: Python, torch and CUDA's libraries in host memory."""
+CPU_PROCESS_GIB = 1.5
+"""Assumed: the same of an engine or a trainer on a CPU (measured: 1.6 with its cache, 0.9)."""
+
+
+@dataclass(frozen=True)
+class Row:
+    what: str
+    formula: str
+    num_bytes: float
+
+    @property
+    def gib(self) -> float:
+        return self.num_bytes / GIB
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One resource in one phase."""
+
+    name: str
+    rows: tuple[Row, ...]
+    field: str
+    """Of the recipe: how much there is."""
+    there_is_gib: float | None
+    """Its value; None: nobody said, nothing is checked."""
+    share: float = 1.0
+    """Of it that may be used."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def need_gib(self) -> float:
+        return sum(row.gib for row in self.rows)
+
+    @property
+    def room_gib(self) -> float | None:
+        return None if self.there_is_gib is None else self.there_is_gib * self.share
+
+    @property
+    def room(self) -> str:
+        return self.field if self.share == 1.0 else f"{self.field} x {self.share:g}"
+
+    @property
+    def fits(self) -> bool:
+        return self.room_gib is None or self.need_gib <= self.room_gib
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe with its target's shape, and what follows from both."""
+
+    recipe: Recipe
+    target: Target
+    is_fetched: bool
+    """Whether the target comes from the hub and lies on this machine's disk too."""
+
+    @property
+    def on_gpus(self) -> bool:
+        return self.recipe.hardware.gpus > 0
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.recipe.target.dtype]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence."""
+        return self.recipe.data.max_prompt_tokens + self.recipe.data.sampling.max_tokens
+
+    @property
+    def tap_bytes(self) -> int:
+        return tap_bytes(self.recipe.drafter, self.target.hidden_size, self.dtype_bytes)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Of the drafter."""
+        return count_drafter_parameters(self.recipe.drafter, self.target.hidden_size)
+
+    @property
+    def train_ranks(self) -> int:
+        return max(1, self.recipe.hardware.gpus)
+
+    @property
+    def engine_ranks(self) -> int:
+        """Among which an engine is split; on a CPU they share one memory."""
+        return self.recipe.serve.tensor_parallel_size if self.on_gpus else 1
+
+    @property
+    def nodes(self) -> int:
+        return self.recipe.eval.tree_budget or SERVED_NODES
+
+    @property
+    def engines_on_a_gpu(self) -> int:
+        """Of the data phase; they share GPUs where these are too few."""
+        return math.ceil(self.recipe.data.engines * self.engine_ranks / max(1, self.recipe.hardware.gpus))
+
+    @property
+    def shard_tokens(self) -> int:
+        """Of one shard: it is closed by the sequence that fills it."""
+        data = self.recipe.data
+        return min(data.num_prompts * self.longest, data.shard_tokens - 1 + self.longest)
+
+
+def host_phase(job: Job, name: str, rows: list[Row], notes: tuple[str, ...] = ()) -> Phase:
+    return Phase(name, tuple(rows), "hardware.host_gib", job.recipe.hardware.host_gib, notes=notes)
+
+
+def millions(count: int) -> str:
+    return f"{count / 1e6:,.{0 if count >= 1e8 else 2}f} M parameters"
+
+
+def times(count: int, what: str) -> str:
+    return "" if count == 1 else f"{count} {what} x "

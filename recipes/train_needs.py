@@ -1,0 +1,95 @@
+"""What the trainer needs, on each rank's device and in host memory."""
+
+from collections.abc import Iterator
+
+from recipes.footprint import DTYPE_BYTES, FP32, GIB
+from recipes.job import (
+    CPU_PROCESS_GIB,
+    CUDA_GIB,
+    CUDA_PROCESS_GIB,
+    Job,
+    Phase,
+    Row,
+    host_phase,
+    millions,
+)
+from recipes.train_footprint import Activations, bucket_bytes, worst_batch, zero_bytes
+
+
+def _trainer_rows(job: Job) -> Iterator[Row]:
+    """On one rank's device."""
+    train, target, ranks = job.recipe.train, job.target, job.train_ranks
+    b, parameters = DTYPE_BYTES[train.precision], job.num_parameters
+    parts = target.vocab_size * target.hidden_size * (1 if target.tied else 2)
+    words = f"{millions(parts)} x {b} bytes, frozen"
+    yield Row("target's embedding and head", words, parts * b)
+    zero = zero_bytes(train)
+    a_parameter = f"({zero.whole} + {zero.split} / {ranks} ranks) bytes"
+    words = f"{millions(parameters)} x {a_parameter}, ZeRO-{train.zero_stage}" + ", offloaded" * (
+        zero.host > 0
+    )
+    yield Row("drafter, gradients, masters, moments", words, parameters * zero.on_device(ranks))
+    buckets = bucket_bytes(train, parameters)
+    if buckets:
+        words = "a bucket of 5e8 gradients and its copy" + ", gathered weights" * (train.zero_stage == 3)
+        yield Row("DeepSpeed's buffers", words, buckets)
+    yield _activations(job)
+
+
+def _activations(job: Job) -> Row:
+    train, drafter = job.recipe.train, job.recipe.drafter
+    batch = worst_batch(train, drafter.block_size, job.longest)
+    activations = Activations(
+        drafter,
+        job.target.hidden_size,
+        job.target.vocab_size,
+        batch,
+        DTYPE_BYTES[train.precision],
+        train.activation_checkpointing,
+    )
+    kept = "one layer at a time" if train.activation_checkpointing else f"{drafter.num_hidden_layers} layers"
+    words = (
+        f"estimate: {batch.block_rows:,} block rows on {batch.context_rows:,} of context, {kept},"
+        " attention without a fused kernel"
+    )
+    return Row("activations", words, activations.peak_bytes())
+
+
+def train_on_gpu(job: Job) -> Phase:
+    rows = (*_trainer_rows(job), Row("CUDA, NCCL, fragments", "assumed", CUDA_GIB * GIB))
+    hardware = job.recipe.hardware
+    return Phase("train: memory of each GPU", rows, "hardware.gpu_gib", hardware.gpu_gib)
+
+
+def train_on_host(job: Job) -> Phase:
+    ranks, parameters = job.train_ranks, job.num_parameters
+    words = f"assumed: {ranks} x {CUDA_PROCESS_GIB:g} GiB"
+    rows = [Row("processes", words, ranks * CUDA_PROCESS_GIB * GIB), _read_ahead(job)]
+    if zero_bytes(job.recipe.train).host >= ranks * FP32:
+        rows.append(_offloaded(job))
+    else:  # before, each rank makes the drafter
+        words = f"{ranks} ranks x {millions(parameters)} x {FP32} bytes"
+        rows.append(Row("drafter as it is made", words, parameters * ranks * FP32))
+    words = f"{millions(parameters)} x 2 bytes"
+    rows.append(Row("weights for a checkpoint", words, parameters * 2))
+    return host_phase(job, "train: host memory", rows)
+
+
+def train_on_cpu(job: Job) -> Phase:
+    process = Row("process", "assumed", CPU_PROCESS_GIB * GIB)
+    rows = [process, *_trainer_rows(job), _read_ahead(job)]
+    return host_phase(
+        job, "train: host memory", [*rows, _offloaded(job)] if _offloaded(job).num_bytes else rows
+    )
+
+
+def _offloaded(job: Job) -> Row:
+    a_parameter = zero_bytes(job.recipe.train).host
+    words = f"{millions(job.num_parameters)} x {a_parameter} bytes"
+    return Row("offloaded optimizer", words, job.num_parameters * a_parameter)
+
+
+def _read_ahead(job: Job) -> Row:
+    sequences = job.recipe.train.sequences_per_step
+    words = f"2 steps x {sequences} sequences x {job.longest:,} tokens x {job.tap_bytes:,} bytes"
+    return Row("sequences read ahead", words, 2 * sequences * job.longest * job.tap_bytes)

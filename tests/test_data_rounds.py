@@ -1,0 +1,149 @@
+"""data/rounds.py and data/host.py: who makes what in which round, and that nothing is done twice."""
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from data import host
+from data.engines import Measurement
+from data.host import Fleet, Order, take_pulses, take_round
+from data.rounds import read_round, share_shards, up_to_round
+from data.shard_maker import count_pulse
+from recipes.errors import UserError
+from recipes.manifest import Pulse, ShardEntry, ShardManifest
+from recipes.schema import Rounds
+from serve.generation import Answer
+from tests.drafters import tiny_recipe
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "rounds", "expected"),
+    [
+        (10, Rounds(), [(0, 10)]),
+        (9, Rounds(count=3), [(0, 3), (3, 6), (6, 9)]),
+        (10, Rounds(count=3, first_share=0.6), [(0, 6), (6, 8), (8, 10)]),
+        (7, Rounds(count=4, first_share=0.5), [(0, 4), (4, 5), (5, 6), (6, 7)]),
+        (2, Rounds(count=3), [(0, 1), (1, 1), (1, 2)]),
+        (1, Rounds(count=1, first_share=0.3), [(0, 1)]),
+    ],
+)
+def test_every_shard_is_of_one_round(num_shards, rounds, expected):
+    shares = share_shards(num_shards, rounds)
+    assert [(share.start, share.stop) for share in shares] == expected
+
+
+def answers(*chunks: list[int]) -> list[Answer]:
+    return [Answer([1] * sum(each), "stop", torch.zeros(0), each) for each in chunks]
+
+
+def test_a_pulse_counts_steps_after_the_prefills():
+    pulse = count_pulse(answers([1, 3, 1], [1], [1, 4]), 0.7, is_chain=True)
+    assert (pulse.steps, pulse.committed_tokens, pulse.reached) == (3, 8, [2, 2, 1])
+    assert pulse.acceptance_length == pytest.approx(8 / 3)
+    assert 1 + sum(pulse.reached) / pulse.steps == pytest.approx(pulse.acceptance_length)
+
+
+def test_a_pulse_without_a_step_is_a_mistake():
+    with pytest.raises(UserError, match=r"raise rounds\.pulse_prompts"):
+        count_pulse(answers([1], [1]), 0.0, is_chain=True)
+
+
+def test_later_shards_are_left_out_of_an_earlier_rounds_data():
+    entries = [
+        ShardEntry(file=f"{n}", sha256="0" * 64, sequences=1, tokens=2, supervised_tokens=1, round=n // 2)
+        for n in range(6)
+    ]
+    manifest = ShardManifest.model_construct(shards=entries)
+    assert [entry.file for entry in up_to_round(manifest, 1).shards] == ["0", "1", "2", "3"]
+
+
+# The host
+
+
+class Plan:
+    """Six shards, of which some are there."""
+
+    def __init__(self, folder: Path, there: set[int]) -> None:
+        self.recipe = tiny_recipe(f"output_dir={folder}", "rounds.count=3", "rounds.budget=7")
+        self.groups = [[f"prompt {number}"] for number in range(6)]
+        self.folder, self.spool = folder / "shards", folder / "spool"
+        self.there, self.is_finished = there, False
+
+    def find_missing(self) -> list[int]:
+        return [number for number in range(6) if number not in self.there]
+
+    def finish(self) -> None:
+        self.is_finished = True
+
+
+@pytest.fixture
+def done(monkeypatch) -> list[object]:
+    """What the engines were asked for, in order."""
+    happened: list[object] = []
+
+    @contextmanager
+    def running_engines(recipe, folder, spool, most, drafting=None):
+        happened.append(("start", drafting and (drafting.ckpt.name, drafting.budget)))
+        yield ["engine"]
+        happened.append("stop")
+
+    def make_shards(plan, engines, numbers, tally, of_round):
+        plan.there |= set(numbers)
+        happened.append(("make", list(numbers), of_round))
+
+    monkeypatch.setattr(host, "running_engines", running_engines)
+    monkeypatch.setattr(host, "make_shards", make_shards)
+    monkeypatch.setattr(host, "take_pulses", lambda *_: happened.append("pulse") or [])
+    monkeypatch.setattr(host, "tell_all", lambda _, job: happened.append(("swap", job.ckpt.name)))
+    return happened
+
+
+def take(plan: Plan, *orders: tuple[int, str | None]) -> None:
+    with Fleet(plan) as fleet:
+        for number, checkpoint in orders:
+            take_round(plan, fleet, Order(round=number, checkpoint=checkpoint))
+
+
+def test_plain_engines_give_way_to_drafting_ones_which_swap(tmp_path, done):
+    plan = Plan(tmp_path, there=set())
+    take(plan, (0, None), (1, "c/1"), (2, "c/2"))
+    assert done == [
+        *(("start", None), ("make", [0, 1], 0), "stop"),
+        *(("start", ("1", 7)), "pulse", ("make", [2, 3], 1)),
+        *(("swap", "2"), "pulse", ("make", [4, 5], 2), "stop"),
+    ]
+    assert plan.is_finished
+    assert [read_round(tmp_path, number).checkpoint for number in range(3)] == [None, "c/1", "c/2"]
+
+
+def test_after_an_interruption_only_what_is_missing_is_made(tmp_path, done):
+    plan = Plan(tmp_path, there={0, 1, 2})
+    take(plan, (0, None), (1, "c/1"))
+    assert done == [("start", ("1", 7)), "pulse", ("make", [3], 1), "stop"]
+    take(plan, (0, None), (1, "c/1"))
+    assert done[4:] == []
+    assert not plan.is_finished
+
+
+def test_a_pulse_asks_for_chain_and_trees_at_each_temperature(monkeypatch):
+    recipe = tiny_recipe("rounds.count=2", "rounds.pulse_prompts=2")
+    asked: list[Measurement] = []
+
+    def share_out(_engines, jobs):
+        asked.extend(jobs)
+        for job in reversed(jobs):
+            temperature = job.sampling.temperature
+            yield Pulse(
+                temperature=temperature, is_chain=job.is_chain, steps=1, committed_tokens=1, reached=[]
+            )
+
+    monkeypatch.setattr(host, "share_out", share_out)
+    pulses = take_pulses(recipe, [])
+    assert [(pulse.temperature, pulse.is_chain) for pulse in pulses] == [
+        *((0.0, True), (0.0, False)),
+        *((0.7, True), (0.7, False)),
+    ]
+    assert {len(job.prompts) for job in asked} == {2}
+    assert {job.sampling.max_tokens for job in asked} == {recipe.eval.max_tokens}

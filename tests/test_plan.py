@@ -1,0 +1,591 @@
+"""What a recipe needs: the arithmetic against the real modules, and what the command prints and refuses."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+from vllm.v1.core.kv_cache_utils import unify_kv_cache_spec_page_size
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+
+from data.shards import write_shard_file
+from recipes import footprint, serve_needs, train_footprint
+from recipes.errors import UserError
+from recipes.footprint import (
+    GIB,
+    SEQUENCE_BYTES,
+    Cache,
+    cached_layers,
+    drafter_key_value_bytes,
+    read_target,
+    served_drafter_bytes,
+    tap_bytes,
+)
+from recipes.job import Job, Phase
+from recipes.load import load_recipe
+from recipes.needs import count_misfits, durations, plan_phases
+from recipes.plan import PUBLISHED_WIDTHS, find_target
+from recipes.remedies import propose
+from recipes.schema import Drafter
+from recipes.schema import Target as TargetSection
+from recipes.train_footprint import Activations, WorstBatch, saved_bytes, worst_batch, zero_bytes
+from serve import engine
+from serve.tree_gdn_commit_kernels import allocate_kept
+from tests.small_training import DRAFTER, HIDDEN, TAPS_SIZE, make_sequence, write_target
+from train import objective, saving, tiles
+from train.batches import worst_case_batch
+from train.drafter import DFlashDrafter
+from train.objective import slot_weights, weighted_cross_entropy
+from train.ranks import _ALONE
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+TINY, FLAGSHIP = RECIPES / "tiny_cpu.yaml", RECIPES / "qwen36_dflash.yaml"
+BF16 = 2
+
+
+def widths_of(name: str) -> dict:
+    return json.loads(PUBLISHED_WIDTHS.read_text())[name]["config"]
+
+
+def plan_of(path: Path, *overrides: str) -> Job:
+    recipe = load_recipe(path, overrides)
+    known = find_target(recipe.target)
+    return Job(recipe, read_target(known.config, known.source), known.is_fetched)
+
+
+def phase_of(job: Job, name: str) -> Phase:
+    (found,) = (phase for phase in plan_phases(job) if phase.name == name)
+    return found
+
+
+def run_plan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(RECIPES / "plan.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.fixture(scope="module")
+def flagship() -> Job:
+    return plan_of(FLAGSHIP)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Job:
+    return plan_of(TINY)
+
+
+# Parameters
+
+
+@pytest.mark.parametrize("path", [TINY, FLAGSHIP])
+def test_a_drafter_has_the_parameters_of_the_real_module(path):
+    job = plan_of(path)
+    with torch.device("meta"):
+        drafter = DFlashDrafter(job.recipe.drafter, job.target.hidden_size)
+    assert job.num_parameters == count(drafter)
+
+
+def test_the_flagships_drafter_has_1_73_billion_parameters(flagship):
+    assert flagship.num_parameters == 1_730_213_120
+
+
+def test_the_embedded_target_has_the_parameters_of_its_files(tiny, embedded_target):
+    sizes = []
+    for path in embedded_target.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            sizes += [math.prod(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
+    assert tiny.target.count_published_parameters() == sum(sizes)
+
+
+def test_the_flagships_target_has_the_parameters_of_transformers_model_and_27_78_billion_in_all(flagship):
+    config = widths_of("Qwen/Qwen3.6-27B")
+    text = {key: value for key, value in config["text_config"].items() if not key.startswith("mtp")}
+    with torch.device("meta"):
+        model = modeling_qwen3_5.Qwen3_5ForCausalLM(
+            configuration_qwen3_5.Qwen3_5TextConfig(**text, tie_word_embeddings=False)
+        )
+        tower = modeling_qwen3_5.Qwen3_5VisionModel(
+            configuration_qwen3_5.Qwen3_5VisionConfig(**config["vision_config"])
+        )
+    target = flagship.target
+    assert target.count_text_parameters() == count(model)
+    assert target.count_served_parameters() == count(model) + count(tower)
+    assert round(target.count_published_parameters() / 1e9, 2) == 27.78
+
+
+def test_published_widths_are_those_that_steps_are_timed_at(flagship):
+    from tests.step_time import flagship_config  # noqa: PLC0415 - it is a script
+
+    timed = read_target(flagship_config(64), "tests/step_time.py")
+    assert timed.count_text_parameters() == flagship.target.count_text_parameters()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_dense_target_has_the_parameters_of_transformers_model(tied):
+    config = Qwen3Config(
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=100,
+        tie_word_embeddings=tied,
+    )
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config)
+    assert read_target(config.to_dict(), "here").count_text_parameters() == count(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"model_type": "qwen3", "num_hidden_layers": 2}, "'hidden_size'"),
+    ],
+)
+def test_a_target_that_cannot_be_counted_is_refused_by_name(config, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        read_target(config, "there")
+
+
+# Caches and states
+
+
+def vllm_specs(job: Job, ranks: int, drafts: int, block: int) -> dict:
+    """One layer of each kind, as vLLM's layers describe themselves."""
+    target, drafter = job.target, job.recipe.drafter
+    gdn = target.gdn
+    shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(
+        ranks, gdn.key_heads, gdn.value_heads, gdn.key_dim, gdn.value_dim, gdn.conv_kernel, drafts
+    )
+    own = {
+        "num_kv_heads": target.key_value_heads // ranks,
+        "head_size": target.head_dim,
+        "dtype": torch.bfloat16,
+    }
+    drafted = {
+        "num_kv_heads": drafter.num_key_value_heads // ranks,
+        "head_size": drafter.head_dim,
+        "dtype": torch.bfloat16,
+    }
+    return {
+        "attention": FullAttentionSpec(block_size=block, **own),
+        "recurrent": MambaSpec(block_size=block, shapes=shapes, dtypes=(torch.bfloat16, torch.float32)),
+        "full": FullAttentionSpec(block_size=block, **drafted),
+        "sliding": SlidingWindowSpec(block_size=block, sliding_window=drafter.sliding_window, **drafted),
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("drafts", [0, 15])
+@pytest.mark.parametrize("path", [TINY, FLAGSHIP])
+def test_keys_values_and_states_take_the_bytes_of_vllms_specs(path, ranks, drafts):
+    job = plan_of(path)
+    specs = vllm_specs(job, ranks, drafts, block=1)
+    assert job.target.key_value_bytes(BF16, ranks) == specs["attention"].page_size_bytes
+    assert drafter_key_value_bytes(job.recipe.drafter, BF16, ranks) == specs["full"].page_size_bytes
+    assert job.target.gdn.state_bytes(BF16, ranks, drafts) == specs["recurrent"].page_size_bytes
+
+
+def test_a_slot_of_the_flagship_takes_153_9_megabytes_in_its_48_layers(flagship):
+    gdn = flagship.target.gdn
+    assert gdn.num_layers * gdn.state_bytes(BF16) == pytest.approx(153.9e6, rel=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("drafts", [0, 15])
+@pytest.mark.parametrize("path", [TINY, FLAGSHIP])
+def test_pages_are_as_large_as_vllm_makes_them(path, ranks, drafts):
+    job = plan_of(path)
+    cache = Cache(cached_layers(job.target, job.recipe.drafter, BF16, ranks, drafts), 8192)
+    specs = unify_kv_cache_spec_page_size(vllm_specs(job, ranks, drafts, cache.block_tokens))
+    assert {spec.page_size_bytes for spec in specs.values()} == {cache.page_bytes}
+
+
+def test_the_flagships_blocks_hold_784_tokens(flagship):
+    # as vLLM 0.32 logs it for this model without a drafter
+    assert Cache(cached_layers(flagship.target, None, BF16, 1, 0), 8192).block_tokens == 784
+
+
+def test_a_request_takes_pages_of_each_layer(flagship):
+    cache = Cache(cached_layers(flagship.target, flagship.recipe.drafter, BF16, 2, 15), 8192)
+    tokens, block = 4096, cache.block_tokens
+    full, windows = math.ceil(tokens / block), math.ceil(tokens / block) + 1
+    assert cache.count_pages(tokens, state_slots=1) == 16 * full + 48 + 4 * windows + 1 * full
+    assert cache.count_pages(tokens, 16) - cache.count_pages(tokens, 1) == 48 * 15
+
+
+def test_groups_of_layers_are_filled_up_to_one_size():
+    kinds = [footprint.Layers(5, token_bytes=64), footprint.Layers(12, token_bytes=64, window=10)]
+    cache = Cache(kinds, in_flight_tokens=4)
+    assert cache.count_pages(16, state_slots=1) == 5 * 1 + 15 * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_trees_keep_what_the_engine_allocates_for_them(flagship, ranks):
+    gdn, batch, rows = flagship.target.gdn, 32, 16
+    kept = allocate_kept(
+        gdn.num_layers,
+        batch,
+        rows,
+        gdn.channels // ranks,
+        gdn.key_heads // ranks,
+        gdn.value_heads // ranks,
+        gdn.key_dim,
+        gdn.value_dim,
+        torch.empty(0, dtype=torch.bfloat16, device="meta"),
+    )
+    allocated = sum(part.numel() * part.element_size() for part in vars(kept).values())
+    assert gdn.kept_bytes(BF16, ranks, batch, rows) == allocated
+
+
+def test_a_served_drafter_is_split_but_for_its_projection(flagship):
+    drafter = flagship.recipe.drafter
+    projection, keys = 5 * 5120 * 5120, 5 * 2 * 1024 * 5120
+    whole = served_drafter_bytes(drafter, 5120, BF16, 1)
+    assert whole == (flagship.num_parameters + keys) * BF16
+    assert served_drafter_bytes(drafter, 5120, BF16, 2) == (whole + projection * BF16) / 2
+
+
+def test_a_shard_takes_the_bytes_of_its_file(tmp_path):
+    sequences = [make_sequence(index, num_tokens=50) for index in range(20)]
+    write_shard_file(tmp_path, 0, sequences, [str(index) for index in range(20)])
+    (file,) = tmp_path.glob("*.safetensors")
+    counted = 20 * 50 * (tap_bytes(DRAFTER, HIDDEN, sequences[0].hidden.element_size()) + SEQUENCE_BYTES)
+    assert tap_bytes(DRAFTER, HIDDEN, 4) == TAPS_SIZE * 4
+    assert file.stat().st_size == pytest.approx(counted, rel=0.03)
+
+
+# The trainer
+
+
+def test_numbers_with_another_home_are_those():
+    assert footprint.SERVED_NODES == engine.DEFAULT_BUDGET
+    assert serve_needs.CPU_CACHE_GIB == engine._CPU_CACHE_GIB
+    for name in ("TILE_ROWS", "STACK_KEYS", "KEY_STEP"):
+        assert getattr(train_footprint, name) == getattr(tiles, name)
+    assert train_footprint.CHUNK_LOGITS == objective.CHUNK_LOGITS
+
+
+def test_what_is_saved_is_what_the_trainer_makes_room_for():
+    train = plan_of(TINY, "train.precision=float32").recipe.train
+    assert sum(saved_bytes(train)) == saving.PAIR_BYTES
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "anchors"), [(1, 300, 40), (2, 97, 200), (3, 33, 7), (1, 4096, 512), (2, 3, 5)]
+)
+@pytest.mark.parametrize("path", [TINY, FLAGSHIP])
+def test_the_worst_batch_has_the_rows_and_tiles_of_the_real_one(path, sequences, tokens, anchors):
+    drafter = load_recipe(path).drafter
+    real = worst_case_batch(sequences, tokens, anchors, drafter, hidden_size=1)
+    counted = WorstBatch(sequences, tokens, min(anchors, tokens - 1), drafter.block_size)
+    assert counted.block_rows == len(real.input_ids_Q)
+    assert counted.context_rows == len(real.taps_SE)
+    assert counted.supervised_rows == int(real.supervised_AK.sum())
+    for kind, tiling in real.tilings.items():
+        shapes = [
+            (stack.tiles, stack.rows, stack.keys) for stack in counted.stacks(kind, drafter.sliding_window)
+        ]
+        assert shapes == [tuple(stack.mask_Tqk.shape) for stack in tiling.stacks]
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors held at once, those of `known` left out."""
+
+    def __init__(self, known: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._live: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, self._add, out)
+        return out
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._live and key not in self._known:
+            self._live[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self.now -= self._live.pop(key, 0)
+
+
+def measure_activations(
+    drafter: Drafter, hidden_size: int, vocab_size: int, batch, *, recompute: bool
+) -> int:
+    """The peak of the real code's forward and backward pass in bf16, on tensors without storage."""
+    drafts = batch.supervised_AK.flatten().nonzero().flatten()
+    labels, weights = batch.labels_AK.flatten()[drafts], slot_weights(batch.supervised_AK, 7.0).flatten()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        torch.set_default_dtype(torch.bfloat16)
+        model = DFlashDrafter(drafter, hidden_size)
+        torch.set_default_dtype(torch.float32)
+        model.recompute_layers = recompute
+        head_VD = torch.empty(vocab_size, hidden_size, dtype=torch.bfloat16)
+        taps_SE = torch.empty(batch.taps_SE.shape, dtype=torch.bfloat16)
+        for parameter in model.parameters():  # as ZeRO takes gradients away
+            parameter.register_post_accumulate_grad_hook(lambda of: setattr(of, "grad", None))
+        with LiveBytes([head_VD, taps_SE, *model.parameters()]) as live, sdpa_kernel(SDPBackend.MATH):
+            embedded_QD = F.embedding(batch.input_ids_Q, head_VD)
+            positions = batch.context_positions_S, batch.block_positions_Q
+            hidden_QD = model(taps_SE, positions[0], embedded_QD, positions[1], batch.tilings)
+            loss = weighted_cross_entropy(hidden_QD[drafts], head_VD, labels, weights[drafts]).loss_sum
+            del embedded_QD, hidden_QD
+            loss.backward()
+    return live.peak + taps_SE.numel() * BF16
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize(
+    ("path", "vocab_size", "overrides"),
+    [
+        (TINY, 4096, ["train.num_anchors=48"]),
+        (
+            FLAGSHIP,
+            248_320,
+            ["train.num_anchors=80", "data.max_prompt_tokens=900", "data.sampling.max_tokens=100"],
+        ),
+    ],
+)
+def test_the_estimate_of_activations_bounds_the_real_peak_closely(
+    path, vocab_size, overrides, recompute, monkeypatch
+):
+    monkeypatch.setattr(tiles, "_attention_dtype", lambda query: query.dtype)  # as on a GPU
+    monkeypatch.setattr(torch.nn.init, "normal_", lambda weight, std: weight)
+    job = plan_of(path, *overrides)
+    drafter, train, hidden_size = job.recipe.drafter, job.recipe.train, job.target.hidden_size
+    batch = worst_batch(train, drafter.block_size, job.longest)
+    estimate = Activations(drafter, hidden_size, vocab_size, batch, BF16, recompute).peak_bytes()
+    real = worst_case_batch(train.micro_batch_sequences, job.longest, train.num_anchors, drafter, hidden_size)
+    measured = measure_activations(drafter, hidden_size, vocab_size, real, recompute=recompute)
+    assert 0.97 * measured < estimate < 1.25 * measured
+
+
+ZERO = [
+    {"zero_stage": stage, "offload_optimizer": offload, "precision": precision}
+    for stage, offload, precision in [
+        *[(stage, False, "bfloat16") for stage in (0, 1, 2, 3)],
+        *[(stage, True, "bfloat16") for stage in (2, 3)],
+        *[(stage, False, "float32") for stage in (0, 2)],
+    ]
+]
+
+
+@pytest.fixture(scope="module")
+def held_by_deepspeed(tmp_path_factory) -> list[float]:
+    """Bytes of a parameter on a single rank, by setting."""
+    folder = tmp_path_factory.mktemp("zero")
+    write_target(folder / "target")
+    command = [sys.executable, "-m", "tests.zero_probe", str(folder)]
+    settings = "\n".join(map(json.dumps, ZERO))
+    environment = {name: value for name, value in os.environ.items() if name not in _ALONE}
+    done = subprocess.run(
+        command,
+        input=settings,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=RECIPES.parent,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [float(line) for line in done.stdout.splitlines() if re.fullmatch(r"[\d.]+", line)]
+
+
+@pytest.mark.parametrize(
+    "number", range(len(ZERO)), ids=lambda number: " ".join(map(str, ZERO[number].values()))
+)
+def test_a_parameter_takes_the_bytes_that_deepspeed_holds(held_by_deepspeed, number):
+    train = plan_of(TINY).recipe.train.model_copy(update=ZERO[number])
+    zero = zero_bytes(train)
+    assert zero.whole + zero.split + zero.host == pytest.approx(held_by_deepspeed[number], rel=0.05)
+
+
+# Phases
+
+
+def test_the_flagship_is_what_the_design_says(flagship):
+    target, drafter = flagship.target.count_served_parameters(), flagship.num_parameters
+    serving, training = (phase_of(flagship, f"{name}: memory of each GPU") for name in ("serve", "train"))
+    rows = {row.what: row.gib for row in (*serving.rows, *training.rows)}
+    assert rows["target"] == pytest.approx(target * 2 / 2 / GIB)
+    assert rows["target"] == pytest.approx(25.5, abs=0.05)
+    # weights, and fp32 gradients divided by two ranks; the optimizer is in host memory
+    assert rows["drafter, gradients, masters, moments"] == pytest.approx(drafter * (2 + 4 / 2) / GIB)
+    assert serving.fits
+    assert training.fits
+    assert serving.need_gib + training.need_gib > flagship.recipe.hardware.gpu_gib  # so they take turns
+
+
+def test_the_flagship_lacks_disk_and_nothing_else(flagship):
+    assert [phase.name for phase in plan_phases(flagship) if not phase.fits] == ["disk"]
+
+
+def test_the_demo_fits(tiny):
+    assert all(phase.fits for phase in plan_phases(tiny))
+
+
+def test_rolling_shards_need_a_rounds_room():
+    one = phase_of(plan_of(FLAGSHIP, "data.policy=rolling"), "disk").rows[0]
+    assert one.num_bytes == (399_999 + 4096) * (51_200 + SEQUENCE_BYTES)
+    bound = phase_of(plan_of(FLAGSHIP, "data.policy=rolling", "data.disk_gib=300"), "disk").rows[0]
+    assert bound.gib == 300
+
+
+def test_an_engine_shares_its_gpu_with_the_others_of_the_data_phase():
+    name, settings = (
+        "serve: memory of each GPU",
+        ["serve.kv_cache_gib=1", "hardware.gpus=1", "hardware.gpu_gib=80"],
+    )
+    one, three = (phase_of(plan_of(TINY, *settings, f"data.engines={engines}"), name) for engines in (1, 3))
+    assert three.need_gib == pytest.approx(3 * one.need_gib)
+
+
+def test_what_nobody_says_is_not_checked():
+    job = plan_of(FLAGSHIP, "hardware={gpus: 2}")
+    assert all(phase.fits for phase in plan_phases(job))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["serve.tensor_parallel_size=4"], "serve.tensor_parallel_size <= 2"),
+        (["data.engines=2"], "data.engines <= 1"),
+        (["data.engines=3", "serve.tensor_parallel_size=1"], "serve.kv_cache_gib"),
+        (["train.sequences_per_step=7"], "write 6"),
+    ],
+)
+def test_engines_and_ranks_that_do_not_go_into_the_gpus_are_told(overrides, words):
+    (misfit,) = count_misfits(plan_of(FLAGSHIP, *overrides).recipe)
+    assert words in misfit
+
+
+def test_hours_are_told_where_a_rate_is_and_tokens_where_none_is(flagship, tiny):
+    regenerate, train = durations(tiny)
+    assert regenerate.hours == pytest.approx(6200 * 48 / 2270 / 3600)
+    assert train.hours == pytest.approx(2100 * 16 * 240 / 2600 / 3600)
+    assert [each.hours for each in durations(flagship)] == [None, None]
+    assert "204,800,000" in durations(flagship)[0].formula
+
+
+# Remedies
+
+
+LACKING = {
+    "disk": [],
+    "shards at any time": ["data.disk_gib=200", "hardware.disk_gib=30000"],
+    "regenerate: host memory": ["hardware.host_gib=60"],
+    "serve: memory of each GPU": ["serve.tensor_parallel_size=1"],
+    "serve: cache of an engine": ["serve.kv_cache_gib=1"],
+    "train: memory of each GPU": ["train.zero_stage=1", "train.offload_optimizer=false"],
+    "train: host memory": ["hardware.host_gib=40", "data.check_sequences=0"],
+}
+
+
+def apply(job: Job, proposal: str, beyond: int = 0) -> Job:
+    """The recipe with a proposal's fields written; `beyond` goes further than a bound allows."""
+    tree = job.recipe.model_dump()
+    for path, sign, text in re.findall(r"([\w.]+)\s?(<=|>=|=)\s?(\S+)", proposal):
+        value = json.loads(text) if re.fullmatch(r"[\d.]+|true|false", text) else text
+        section, name = path.split(".")
+        tree[section][name] = value if sign == "=" else value + (beyond if sign == "<=" else -beyond)
+    return Job(type(job.recipe).model_validate(tree), job.target, job.is_fetched)
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_every_proposal_makes_its_phase_fit(name):
+    job = plan_of(FLAGSHIP, *LACKING[name])
+    phase = phase_of(job, name)
+    assert not phase.fits
+    proposals = propose(job, phase)
+    assert proposals
+    for proposal in proposals:
+        changed = apply(job, proposal)
+        assert phase_of(changed, name).fits, proposal
+        fitted = {each.name for each in plan_phases(job) if each.fits}
+        assert fitted <= {each.name for each in plan_phases(changed) if each.fits}, proposal
+
+
+def test_a_proposed_bound_is_the_last_that_fits(flagship):
+    proposal = next(each for each in propose(flagship, phase_of(flagship, "disk")) if "num_prompts" in each)
+    assert not phase_of(apply(flagship, proposal, beyond=1), "disk").fits
+
+
+def test_settings_are_proposed_together_where_none_does_alone():
+    overrides = ["hardware.gpu_gib=24", "train.zero_stage=1", "train.offload_optimizer=false"]
+    job = plan_of(FLAGSHIP, *overrides)
+    (first, *_) = propose(job, phase_of(job, "train: memory of each GPU"))
+    assert first.startswith("train.zero_stage=3 train.offload_optimizer=true train.num_anchors <= ")
+
+
+# The command
+
+
+def test_the_demo_is_planned_with_its_arithmetic_visible():
+    done = run_plan(str(TINY))
+    assert done.returncode == 0, done.stderr
+    assert "6,200 prompts x 240 tokens x (1,536 taps + 5) bytes" in done.stdout
+    assert "9.74 M parameters x 2 bytes" in done.stdout
+    assert "does not fit" not in done.stdout
+
+
+def test_the_flagship_is_refused_for_its_disk_after_its_tables():
+    done = run_plan(str(FLAGSHIP))
+    assert done.returncode == 2
+    assert "27,357 M parameters x 2 bytes / 2 ranks" in done.stdout
+    error = " ".join(done.stderr.split())
+    assert "does not fit its hardware: disk: 19,659.0 GiB needed, hardware.disk_gib is 1,800.0" in error
+    assert "data.policy=rolling | data.num_prompts <= " in error
+
+
+def test_it_is_said_that_widths_are_published_ones_where_the_target_is_not_here():
+    assert "not fetched yet; widths from published_widths.json" in " ".join(
+        run_plan(str(FLAGSHIP)).stdout.split()
+    )
+
+
+def test_a_fetched_config_is_read_instead(tmp_path, monkeypatch):
+    config = widths_of("Qwen/Qwen3.6-27B")
+    config["text_config"]["num_hidden_layers"] = 8
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("recipes.plan.try_to_load_from_cache", lambda *_, **__: str(tmp_path / "config.json"))
+    known = find_target(TargetSection(model="Qwen/Qwen3.6-27B"))
+    assert known.config["text_config"]["num_hidden_layers"] == 8
+    assert "not fetched" not in known.source
+
+
+def test_a_plan_needs_no_torch():
+    code = "import sys, recipes.plan; sys.exit(any(name in sys.modules for name in ('torch', 'vllm')))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_wrong_override_is_refused_as_elsewhere():
+    done = run_plan(str(TINY), "hardware.gpu=1")
+    assert done.returncode == 2
+    assert "the nearest valid path is hardware.gpus" in " ".join(done.stderr.split())

@@ -1,0 +1,147 @@
+"""train/rounds.py and train/pulse.py: the steps of a round, its data phase's child, and the gap alarm."""
+
+from pathlib import Path
+
+import pytest
+from drafters import tiny_recipe
+
+from recipes.errors import MachineError, UserError
+from recipes.manifest import Pulse, RoundManifest
+from train import rounds
+from train.pulse import check_gap, curve_points, describe
+from train.rounds import DataPhase, plan_rounds
+
+
+@pytest.mark.parametrize(
+    ("count", "steps", "ends"),
+    [(1, 10, [10]), (3, 10, [3, 6, 10]), (4, 3, [0, 1, 2, 3]), (2, 2100, [1050, 2100])],
+)
+def test_steps_are_shared_out(count, steps, ends):
+    planned = plan_rounds(tiny_recipe(f"rounds.count={count}", f"train.steps={steps}"))
+    assert [each.steps.stop for each in planned] == ends
+    assert [step for each in planned for step in each.steps] == list(range(steps))
+
+
+# The child
+
+RUN = """
+import json, os, sys, pathlib
+sys.path[:0] = {paths!r}
+from data.rounds import round_path
+from recipes.manifest import RoundManifest, write_json
+out = pathlib.Path({out!r})
+with (out / "starts").open("a") as file:
+    print(os.getpid(), file=file)
+for line in sys.stdin:
+    order = json.loads(line)
+    {act}
+    report = RoundManifest(round=order["round"], checkpoint=order["checkpoint"], pulses=[], emitted_tokens=0,
+                           request_steps=0, engine_seconds=0.0, num_engines=0)
+    round_path(out, order["round"]).parent.mkdir(exist_ok=True)
+    write_json(round_path(out, order["round"]), report)
+"""
+
+
+@pytest.fixture
+def phase(tmp_path, monkeypatch):
+    """A data phase whose child does as it is told before it says that a round is done."""
+
+    def make(act: str = "pass") -> DataPhase:
+        script = tmp_path / "data" / "host.py"
+        script.parent.mkdir(exist_ok=True)
+        repository = str(Path(__file__).parent.parent)
+        script.write_text(RUN.format(paths=[repository], out=str(tmp_path), act=act))
+        monkeypatch.setattr(rounds, "REPOSITORY", tmp_path)
+        return DataPhase(tiny_recipe(f"output_dir={tmp_path}"), ["recipe.yaml"])
+
+    return make
+
+
+def starts(folder: Path) -> list[str]:
+    return (folder / "starts").read_text().split()
+
+
+def test_one_child_serves_all_rounds_and_ends_with_its_input(phase, tmp_path):
+    with phase() as data:
+        assert data.make(0, None).checkpoint is None
+        assert data.make(1, Path("c")).checkpoint == "c"
+        child = data._child
+    assert child.returncode == 0
+    assert len(starts(tmp_path)) == 1
+
+
+def test_a_round_that_is_done_needs_no_child(phase, tmp_path):
+    with phase() as data:
+        data.make(0, None)
+    with phase("raise SystemExit(1)") as again:
+        assert again.make(0, None).round == 0
+    assert len(starts(tmp_path)) == 1
+
+
+def test_a_child_that_dies_is_started_once_more(phase, tmp_path):
+    dies_once = "len(open(out / 'starts').readlines()) > 1 or os.kill(os.getpid(), 9)"
+    with phase(dies_once) as data:
+        assert data.make(0, None).round == 0
+    assert len(starts(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "said"),
+    [("sys.exit(2)", UserError, "refused"), ("sys.exit(1)", MachineError, "ended 2 times, the last with code 1")],
+)
+def test_its_failure_keeps_its_meaning(phase, act, error, said):
+    with phase(act) as data, pytest.raises(error, match=said):
+        data.make(0, None)
+
+
+def test_a_child_that_does_not_end_is_ended(phase, monkeypatch):
+    monkeypatch.setattr(rounds, "_PATIENCE_S", 0.3)
+    with phase("import threading; threading.Thread(target=threading.Event().wait).start()") as data:
+        data.make(0, None)
+    assert data._child.returncode == -9
+
+
+# What it says
+
+
+def report(*pulses: tuple[float, bool, int, int]) -> RoundManifest:
+    return RoundManifest(
+        round=1,
+        checkpoint="c",
+        pulses=[
+            Pulse(
+                temperature=t, is_chain=is_chain, steps=steps, committed_tokens=tokens, reached=[steps // 2]
+            )
+            for t, is_chain, steps, tokens in pulses
+        ],
+        emitted_tokens=300,
+        request_steps=100,
+        engine_seconds=4.0,
+        num_engines=2,
+    )
+
+
+def test_curves_show_the_first_temperature():
+    said = report((0.0, True, 10, 20), (0.0, False, 10, 30), (0.7, True, 10, 11))
+    points = dict(curve_points(said, simulated=2.5))
+    assert (points["accept_real/chain"], points["accept_real/tree"]) == (2.0, 3.0)
+    assert points["accept_real/depth_1"] == 0.5
+    assert points["accept_gap"] == 0.5
+    assert (points["data/tokens_per_step"], points["data/tokens_per_second"]) == (3.0, 150.0)
+    assert describe(said).startswith("the engine accepts chain 2.00 (T = 0), trees 3.00 (T = 0), chain 1.10")
+
+
+def test_a_first_round_has_no_acceptance():
+    points = dict(curve_points(report(), simulated=None))
+    assert not [tag for tag in points if tag.startswith("accept")]
+
+
+def test_a_gap_beyond_what_the_recipe_allows_ends_the_run_with_its_usual_causes():
+    said = report((0.0, True, 10, 20), (0.7, True, 10, 11))
+    check_gap(said, simulated=2.9, most=1.0)
+    check_gap(said, simulated=9.0, most=None)
+    check_gap(report(), simulated=9.0, most=1.0)
+    with pytest.raises(
+        MachineError, match=r"(?s)simulates .* 3\.10, the engine measures 2\.00.*taps:.*template:"
+    ):
+        check_gap(said, simulated=3.1, most=1.0)

@@ -1,0 +1,80 @@
+"""What the engine says of a drafter at the beginning of a round: shown, drawn, and held against training.
+
+The main rank's only; it is handed finished numbers and computes ratios.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from torch.utils.tensorboard import SummaryWriter
+
+from recipes.errors import MachineError
+from recipes.manifest import Pulse, RoundManifest
+
+if TYPE_CHECKING:
+    from train.loop import Distilled
+    from train.rounds import Round
+
+_CAUSES = (
+    "taps: was the drafter trained on the layers that the engine captures? (data.check_sequences compares)",
+    "template: are prompts rendered in training as the engine renders them?",
+    "window and layer types: does the checkpoint's config.json say what was trained? (serve/run.py --check)",
+    "positions and mask id: tests/test_serve_parity.py compares trainer and engine slot by slot",
+    "text seen many times: simulation is on training text, so train on more prompts in fewer passes",
+)
+
+
+def show_round(report: RoundManifest, which: "Round", drafter: "Distilled | None", output_dir: Path) -> None:
+    """One line for people, and TensorBoard's points at the step that the round begins with."""
+    simulated = None if drafter is None else drafter.simulated_acceptance
+    with SummaryWriter(str(output_dir / "tensorboard"), filename_suffix=".rounds") as writer:
+        for tag, value in curve_points(report, simulated):
+            writer.add_scalar(tag, value, which.steps.start)
+    Console(soft_wrap=True, highlight=False).print(f"{which}: {describe(report)}")
+
+
+def curve_points(report: RoundManifest, simulated: float | None) -> Iterator[tuple[str, float]]:
+    """Tag -> value; real acceptance at the first of eval's temperatures, as in the report."""
+    for pulse in leading(report.pulses):
+        yield f"accept_real/{'chain' if pulse.is_chain else 'tree'}", pulse.acceptance_length
+        if pulse.is_chain:
+            for depth, count in enumerate(pulse.reached, start=1):
+                yield f"accept_real/depth_{depth}", count / pulse.steps
+            if simulated is not None:
+                yield "accept_gap", simulated - pulse.acceptance_length
+    if report.emitted_tokens:
+        yield "data/tokens_per_step", report.emitted_tokens / report.request_steps
+        yield "data/tokens_per_second", report.emitted_tokens / report.engine_seconds * report.num_engines
+        yield "time/generate_s", report.engine_seconds / report.num_engines
+
+
+def leading(pulses: list[Pulse]) -> list[Pulse]:
+    return [pulse for pulse in pulses if pulse.temperature == pulses[0].temperature]
+
+
+def describe(report: RoundManifest) -> str:
+    accepted = [
+        f"{'chain' if pulse.is_chain else 'trees'} {pulse.acceptance_length:.2f} (T = {pulse.temperature:g})"
+        for pulse in report.pulses
+    ]
+    parts = [f"the engine accepts {', '.join(accepted)}"] if accepted else []
+    if report.emitted_tokens:
+        by_step = report.emitted_tokens / report.request_steps
+        by_second = report.emitted_tokens / report.engine_seconds * report.num_engines
+        parts.append(f"{report.emitted_tokens} tokens at {by_step:.2f} a step, {by_second:,.0f} a second")
+    return "; ".join(parts) or "its data was there"
+
+
+def check_gap(report: RoundManifest, simulated: float, most: float | None) -> None:
+    """Raises MachineError where the engine accepts so much less than training simulates; None: never."""
+    chains = [pulse for pulse in leading(report.pulses) if pulse.is_chain]
+    if most is None or not chains:
+        return
+    real = chains[0].acceptance_length
+    if simulated - real > most:
+        raise MachineError(
+            f"training simulates an acceptance length of {simulated:.2f}, the engine measures {real:.2f}:"
+            f" a gap above rounds.most_gap {most}; in the order in which to look:\n  " + "\n  ".join(_CAUSES)
+        )
