@@ -1,5 +1,7 @@
 """Keeps the data phase's engines over the rounds of a loop: swaps drafters, takes pulses, makes shards.
 
+On a GPU, which the trainer needs between the rounds, they are started again for each.
+
     python data/host.py RECIPE [section.field=value ...] --parent PID < ORDERS
 
 An order is a line {"round": 1, "checkpoint": FOLDER or null}.  It is done once rounds/round-N.json is there;
@@ -25,7 +27,7 @@ from recipes.errors import run_command
 from recipes.load import load_recipe, resolve_model
 from recipes.manifest import Pulse, RoundManifest, write_json
 from recipes.schema import Recipe, Sampling
-from serve.engine import enter_environment
+from serve.engine import enter_environment, is_cuda
 from serve.generation import Drafting
 from serve.lifetime import follow_parent
 
@@ -66,6 +68,8 @@ def take_round(plan: ShardPlan, fleet: "Fleet", order: Order) -> None:
         make_shards(plan, engines, missing, tally, order.round)
     if order.round == recipe.rounds.count - 1:
         plan.finish()
+    if is_cuda():
+        fleet.stop()  # before the report: with it the GPUs are the trainer's
     report = RoundManifest(
         round=order.round,
         checkpoint=order.checkpoint,
@@ -122,9 +126,13 @@ class Fleet:
             self._restart(checkpoint)
         return self._engines
 
+    def stop(self) -> None:
+        self._stack.close()
+        self._engines, self._are_drafting = [], False
+
     def _restart(self, checkpoint: str | None) -> None:
         """A plain engine has no place for a drafter: other graphs, other caches."""
-        self._stack.close()
+        self.stop()
         recipe = self._plan.recipe
         drafting = None if checkpoint is None else Drafting(Path(checkpoint), recipe.rounds.budget)
         running = running_engines(recipe, self._plan.folder, self._plan.spool, recipe.data.engines, drafting)

@@ -93,6 +93,7 @@ def done(monkeypatch) -> list[object]:
         plan.there |= set(numbers)
         happened.append(("make", list(numbers), of_round))
 
+    monkeypatch.setattr(host, "is_cuda", lambda: False)
     monkeypatch.setattr(host, "running_engines", running_engines)
     monkeypatch.setattr(host, "make_shards", make_shards)
     monkeypatch.setattr(host, "take_pulses", lambda *_: happened.append("pulse") or [])
@@ -116,6 +117,13 @@ def test_plain_engines_give_way_to_drafting_ones_which_swap(tmp_path, done):
     ]
     assert plan.is_finished
     assert [read_round(tmp_path, number).checkpoint for number in range(3)] == [None, "c/1", "c/2"]
+
+
+def test_on_a_gpu_engines_end_with_the_round(tmp_path, done, monkeypatch):
+    monkeypatch.setattr(host, "is_cuda", lambda: True)
+    take(Plan(tmp_path, there=set()), (0, None), (1, "c/1"), (2, "c/2"))
+    kinds = [each if isinstance(each, str) else each[0] for each in done]
+    assert kinds == ["start", "make", "stop", *["start", "pulse", "make", "stop"] * 2]
 
 
 def test_after_an_interruption_only_what_is_missing_is_made(tmp_path, done):

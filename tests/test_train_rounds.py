@@ -87,7 +87,10 @@ def test_a_child_that_dies_is_started_once_more(phase, tmp_path):
 
 @pytest.mark.parametrize(
     ("act", "error", "said"),
-    [("sys.exit(2)", UserError, "refused"), ("sys.exit(1)", MachineError, "ended 2 times, the last with code 1")],
+    [
+        ("sys.exit(2)", UserError, "refused"),
+        ("sys.exit(1)", MachineError, "ended 2 times, the last with code 1"),
+    ],
 )
 def test_its_failure_keeps_its_meaning(phase, act, error, said):
     with phase(act) as data, pytest.raises(error, match=said):
