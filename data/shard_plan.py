@@ -1,6 +1,7 @@
 """What a data phase has to do: its shards, which are there already, and whether those belong to it."""
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ _WITHOUT_EFFECT = (
     "disk_gib",
     "policy",
 )  # data.* that change no shard
+
+_STATE_BYTES = {"bfloat16": 2, "float32": 4}
+_TOKEN_BYTES = 5  # its id and whether it is supervised
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,29 @@ def make_plan(recipe: Recipe) -> ShardPlan:
             f" of {recipe.data.prompts} is longer; write a larger one"
         )
     groups = group_by_shard(short, recipe.data)
+    check_room(recipe, short, writer.manifest.hidden_size)
     plan = ShardPlan(recipe, folder, len(prompts), groups, _find_missing(groups, writer), writer)
     shutil.rmtree(plan.spool, ignore_errors=True)  # of an interrupted run
     return plan
+
+
+def check_room(recipe: Recipe, prompts: Sequence[Rendered], hidden_size: int) -> None:
+    """Raises UserError where the shards might outgrow data.disk_gib; before one is written."""
+    data = recipe.data
+    if data.policy != "keep":
+        raise UserError(f"data.policy {data.policy} is planned with, not acted on yet: write keep")
+    if data.disk_gib is None:
+        return
+    tokens = sum(len(prompt.token_ids) + data.sampling.max_tokens for prompt in prompts)
+    of_state = len(recipe.drafter.target_layer_ids) * hidden_size * _STATE_BYTES[recipe.target.dtype]
+    needed = tokens * (of_state + _TOKEN_BYTES)
+    room = data.disk_gib * 2**30
+    if needed > room:
+        fewer = int(len(prompts) * room / needed)
+        raise UserError(
+            f"data.disk_gib {data.disk_gib:g}: the shards of {len(prompts)} prompts may take"
+            f" {needed / 2**30:.3g} GiB; raise it, or lower data.num_prompts to {fewer}"
+        )
 
 
 def _find_missing(groups: list[list[Rendered]], writer: ShardWriter) -> list[int]:
