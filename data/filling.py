@@ -12,6 +12,7 @@ from data.answer_bar import answer_bar
 from data.engines import Advanced, Engine, Work, running_engines, share_out
 from data.shard_maker import Made
 from data.shard_plan import ShardPlan
+from recipes.errors import UserError
 
 
 @dataclass
@@ -37,7 +38,12 @@ class Tally:
 
 
 def fill_shards(plan: ShardPlan) -> Tally:
-    """Raises MachineError if an engine's taps are not the transformers model's; it writes no shard then."""
+    """All of them.  Raises MachineError if an engine's taps are not transformers', and writes none then.
+
+    UserError for a recipe that wants no more than a round's shards on the disk.
+    """
+    if plan.recipe.data.policy == "rolling" and plan.recipe.rounds.count > 1:
+        raise UserError("data.policy rolling keeps one round's shards at a time: run train/distill.py")
     tally, missing = Tally(), plan.find_missing()
     if missing:
         with running_engines(plan.recipe, plan.folder, plan.spool, most=len(missing)) as engines:

@@ -57,6 +57,8 @@ def take_round(plan: ShardPlan, fleet: "Fleet", order: Order) -> None:
     recipe = plan.recipe
     if read_round(recipe.output_dir, order.round) is not None:
         return
+    if recipe.data.policy == "rolling":
+        plan.writer.consume_before(order.round)  # which were trained on, or this round would not be ordered
     shares = share_shards(len(plan.groups), recipe.rounds)
     missing = [number for number in plan.find_missing() if number in shares[order.round]]
     pulses: list[Pulse] = []

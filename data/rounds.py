@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from recipes.manifest import RoundManifest, ShardManifest, read_manifest
-from recipes.schema import Rounds
+from recipes.schema import Policy, Rounds
 
 
 def share_shards(num_shards: int, rounds: Rounds) -> list[range]:
@@ -25,7 +25,8 @@ def read_round(output_dir: Path, number: int) -> RoundManifest | None:
     return read_manifest(path, RoundManifest) if path.is_file() else None
 
 
-def up_to_round(manifest: ShardManifest, number: int) -> ShardManifest:
-    """The same without what later rounds made."""
-    kept = [entry for entry in manifest.shards if entry.round <= number]
+def of_round(manifest: ShardManifest, number: int, policy: Policy) -> ShardManifest:
+    """The same with what a round trains on alone: its own shards and, unless they are gone, earlier ones."""
+    first = number if policy == "rolling" else 0
+    kept = [entry for entry in manifest.shards if first <= entry.round <= number]
     return manifest.model_copy(update={"shards": kept})

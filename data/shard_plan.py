@@ -10,11 +10,12 @@ from transformers import AutoTokenizer
 
 from data.groups import Rendered, group_by_shard, render
 from data.prompts import load_prompts
+from data.rounds import share_shards
 from data.shards import MANIFEST_NAME, ShardWriter, check_file, shard_name
 from recipes.errors import UserError
 from recipes.load import resolve_model
 from recipes.manifest import ShardManifest, identify_target, provenance, read_manifest
-from recipes.schema import Recipe
+from recipes.schema import Data, Recipe
 
 _WITHOUT_EFFECT = (
     "check_sequences",
@@ -74,29 +75,35 @@ def make_plan(recipe: Recipe) -> ShardPlan:
             f" of {recipe.data.prompts} is longer; write a larger one"
         )
     groups = group_by_shard(short, recipe.data)
-    check_room(recipe, short, writer.manifest.hidden_size)
+    check_room(recipe, groups, writer.manifest.hidden_size)
     plan = ShardPlan(recipe, folder, len(prompts), groups, _find_missing(groups, writer), writer)
     shutil.rmtree(plan.spool, ignore_errors=True)  # of an interrupted run
     return plan
 
 
-def check_room(recipe: Recipe, prompts: Sequence[Rendered], hidden_size: int) -> None:
-    """Raises UserError where the shards might outgrow data.disk_gib; before one is written."""
+def check_room(recipe: Recipe, groups: Sequence[Sequence[Rendered]], hidden_size: int) -> None:
+    """Raises UserError where the shards might outgrow data.disk_gib at some time; before one is written."""
     data = recipe.data
-    if data.policy != "keep":
-        raise UserError(f"data.policy {data.policy} is planned with, not acted on yet: write keep")
     if data.disk_gib is None:
         return
-    tokens = sum(len(prompt.token_ids) + data.sampling.max_tokens for prompt in prompts)
     of_state = len(recipe.drafter.target_layer_ids) * hidden_size * _STATE_BYTES[recipe.target.dtype]
-    needed = tokens * (of_state + _TOKEN_BYTES)
+    of_groups = [_count_tokens(group, data) * (of_state + _TOKEN_BYTES) for group in groups]
+    needed = sum(of_groups)
+    if data.policy == "rolling":
+        shares = share_shards(len(groups), recipe.rounds)
+        needed = max(sum(of_groups[number] for number in share) for share in shares)
     room = data.disk_gib * 2**30
     if needed > room:
-        fewer = int(len(prompts) * room / needed)
+        fewer = int(sum(map(len, groups)) * room / needed)
         raise UserError(
-            f"data.disk_gib {data.disk_gib:g}: the shards of {len(prompts)} prompts may take"
-            f" {needed / 2**30:.3g} GiB; raise it, or lower data.num_prompts to {fewer}"
+            f"data.disk_gib {data.disk_gib:g}: the shards may take {needed / 2**30:.3g} GiB at a time; raise"
+            f" it, lower data.num_prompts to {fewer}, or write data.policy=rolling and a larger rounds.count"
         )
+
+
+def _count_tokens(group: Sequence[Rendered], data: Data) -> int:
+    """At most."""
+    return sum(len(prompt.token_ids) + data.sampling.max_tokens for prompt in group)
 
 
 def _find_missing(groups: list[list[Rendered]], writer: ShardWriter) -> list[int]:
@@ -121,9 +128,10 @@ def _read_or_begin(recipe: Recipe, folder: Path) -> ShardManifest:
         return begun
     found = read_manifest(path, ShardManifest)
     _refuse_other(path, found, begun)
-    there = [entry for entry in found.shards if (folder / entry.file).exists()]
+    there = [entry for entry in found.shards if entry.is_consumed or (folder / entry.file).exists()]
     for entry in there:
-        check_file(folder, entry)
+        if not entry.is_consumed:
+            check_file(folder, entry)
     is_whole = len(there) == len(found.shards)
     return found if is_whole else found.model_copy(update={"shards": there, "complete": False})
 

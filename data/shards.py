@@ -49,11 +49,12 @@ class ShardWriter:
     def __init__(self, directory: Path, manifest: ShardManifest) -> None:
         """`manifest` is an empty one for a new folder, or the one read from a folder that goes on.
 
-        Removes the temporary files of an interrupted run.
+        Removes what an interrupted run left: temporary files, and shards that were consumed.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        for leftover in directory.glob(f"*{TEMPORARY_SUFFIX}"):
-            leftover.unlink()
+        consumed = [directory / entry.file for entry in manifest.shards if entry.is_consumed]
+        for leftover in [*directory.glob(f"*{TEMPORARY_SUFFIX}"), *consumed]:
+            leftover.unlink(missing_ok=True)
         self._directory = directory
         self.manifest = manifest
 
@@ -61,6 +62,16 @@ class ShardWriter:
         """Names a shard that is on the disk, or names it anew."""
         others = [other for other in self.manifest.shards if other.file != entry.file]
         self._update(shards=sorted([*others, entry], key=lambda shard: shard.file))
+
+    def consume_before(self, number: int) -> None:
+        """Deletes the files of rounds before this one; the manifest says so first."""
+        old = [entry for entry in self.manifest.shards if entry.round < number and not entry.is_consumed]
+        if not old:
+            return
+        consumed = {entry.file: entry.model_copy(update={"is_consumed": True}) for entry in old}
+        self._update(shards=[consumed.get(entry.file, entry) for entry in self.manifest.shards])
+        for name in consumed:
+            (self._directory / name).unlink(missing_ok=True)
 
     def finish(self, dropped: Mapping[str, int]) -> None:
         """Says that no shard will follow, and how many prompts were left out, by reason."""

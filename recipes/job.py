@@ -109,7 +109,7 @@ class Job:
 
     @property
     def nodes(self) -> int:
-        return self.recipe.eval.tree_budget or SERVED_NODES
+        return max(self.recipe.eval.tree_budget, self.recipe.rounds.budget, SERVED_NODES)
 
     @property
     def engines_on_a_gpu(self) -> int:

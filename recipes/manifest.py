@@ -73,6 +73,8 @@ class ShardEntry(Record):
     supervised_tokens: Count
     round: Count = 0
     """Of the loop, in which it was made."""
+    is_consumed: bool = False
+    """Its file is gone, since the round was over (data.policy rolling)."""
 
 
 class ShardManifest(Manifest):

@@ -3,12 +3,13 @@
 `recipes.remedies` says what would make a phase fit.  Called by `recipes/plan.py`.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from recipes.footprint import GIB, SEQUENCE_BYTES
+from recipes.footprint import SEQUENCE_BYTES
 from recipes.job import Job, Phase, Row, millions, times
-from recipes.schema import Recipe
+from recipes.schema import Recipe, Rounds
 from recipes.serve_needs import (
     measure_on_cpu,
     regenerate_on_cpu,
@@ -41,7 +42,7 @@ def _disk(job: Job) -> Phase:
 
 def _shards(job: Job) -> Phase:
     data = job.recipe.data
-    rows = [_one_shard(job)] if data.policy == "rolling" else [_all_shards(job)]
+    rows = [_one_round(job)] if data.policy == "rolling" else [_all_shards(job)]
     return Phase("shards at any time", tuple(rows), "data.disk_gib", data.disk_gib)
 
 
@@ -69,19 +70,20 @@ def _all_shards(job: Job) -> Row:
     return Row("all shards", words, prompts * longest * (job.tap_bytes + SEQUENCE_BYTES))
 
 
-def _one_shard(job: Job) -> Row:
-    words = f"{job.shard_tokens:,} tokens x ({job.tap_bytes:,} taps + {SEQUENCE_BYTES}) bytes"
-    return Row("one shard", words, job.shard_tokens * (job.tap_bytes + SEQUENCE_BYTES))
-
-
 def _one_round(job: Job) -> Row:
-    shard, bound = _one_shard(job), (job.recipe.data.disk_gib or 0.0) * GIB
-    if bound <= shard.num_bytes:
-        return Row("a round's shards", shard.formula, shard.num_bytes)
-    everything = _all_shards(job)
-    if everything.num_bytes <= bound:
-        return everything
-    return Row("a round's shards", "data.disk_gib", bound)
+    """The largest (`data.rounds.share_shards`), and a shard more: shares are of whole ones."""
+    everything, share = _all_shards(job), _largest_share(job.recipe.rounds)
+    shard = job.shard_tokens * (job.tap_bytes + SEQUENCE_BYTES)
+    words = f"{share:.3g} of {everything.formula}, and a shard"
+    most = min(everything.num_bytes, share * everything.num_bytes + shard)
+    return Row("a round's shards", words, math.ceil(most))
+
+
+def _largest_share(rounds: Rounds) -> float:
+    if rounds.count == 1:
+        return 1.0
+    first = rounds.first_share or 1 / rounds.count
+    return max(first, (1 - first) / (rounds.count - 1))
 
 
 # What is counted in other things than bytes

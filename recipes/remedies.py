@@ -84,13 +84,15 @@ def _try_raising(phase: Phase, fits: Callable[[Changes], bool]) -> Iterator[str]
 
 def _switches(recipe: Recipe, name: str) -> list[Changes]:
     """From the least to the most that is given up; without what the recipe has already."""
-    rolling = {"data.policy": "rolling"}
+    rolling: list[Changes] = [
+        {"data.policy": "rolling", "rounds.count": count} for count in (2, 4, 8, 16, 32, 64, 128)
+    ]
     checkpointing, offload = {"train.activation_checkpointing": True}, {"train.offload_optimizer": True}
     split = {"train.zero_stage": 2} if recipe.train.zero_stage < 2 else {}
     everything = {"train.zero_stage": 3, **offload, **checkpointing}
     by_name: dict[str, list[Changes]] = {
-        "disk": [rolling],
-        "shards at any time": [rolling],
+        "disk": rolling,
+        "shards at any time": rolling,
         "regenerate: host memory": [{"data.check_sequences": 0}],
         "serve: memory of each GPU": [{"serve.tensor_parallel_size": recipe.hardware.gpus}],
         "train: memory of each GPU": [
@@ -117,7 +119,6 @@ def _limits(job: Job, name: str) -> list[Limit]:
     share = job.train_ranks * train.micro_batch_sequences
     prompts = [Limit("data.num_prompts", range(1, data.num_prompts))]
     shards = [*prompts, Limit("data.shard_tokens", range(1000, data.shard_tokens, 1000))]
-    rounds = [Limit("data.disk_gib", range(1, math.ceil(data.disk_gib or 1)))]
     checkpoints = [Limit("train.keep_checkpoints", range(1, train.keep_checkpoints))]
     requests = [Limit("serve.max_num_seqs", range(1, serve.max_num_seqs))]
     steps = [Limit("serve.max_num_batched_tokens", range(256, serve.max_num_batched_tokens, 256))]
@@ -130,7 +131,7 @@ def _limits(job: Job, name: str) -> list[Limit]:
     ]
     sequences = [Limit("train.sequences_per_step", range(share, train.sequences_per_step, share))]
     by_name: dict[str, list[Limit]] = {
-        "disk": [*shards, *rounds, *checkpoints],
+        "disk": [*shards, *checkpoints],
         "shards at any time": shards,
         "serve: cache of an engine": lengths,
         "regenerate: host memory": [*engines, *requests, *steps, *caches],

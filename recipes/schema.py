@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Precision = Literal["bfloat16", "float32"]
+Policy = Literal["keep", "rolling"]
 LayerType = Literal["sliding_attention", "full_attention"]
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
@@ -105,8 +106,8 @@ class Data(Section):
     """
     disk_gib: Annotated[float, Field(gt=0)] | None = None
     """The most that shards may take at any time; None: only hardware.disk_gib bounds them."""
-    policy: Literal["keep", "rolling"] = "keep"
-    """keep: all shards stay. rolling: shards are deleted once a round has consumed them."""
+    policy: Policy = "keep"
+    """Of shards. keep: all stay, a round trains on earlier ones too. rolling: the next round deletes them."""
     check_sequences: Natural = 8
     """Sequences of each engine whose taps are compared with forward hooks on the transformers model."""
     check_cosine: Share = 0.999

@@ -12,13 +12,14 @@ BYTES = 1000 * 100 * (3 * 256 * 2 + 5)
 
 
 def check(*overrides: str) -> None:
-    check_room(tiny_recipe(*overrides), PROMPTS, hidden_size=256)
+    groups = [PROMPTS[start : start + 100] for start in range(0, 1000, 100)]
+    check_room(tiny_recipe(*overrides), groups, hidden_size=256)
 
 
 def test_shards_fit_to_the_byte():
     check()
     check(f"data.disk_gib={BYTES / 2**30}")
-    with pytest.raises(UserError, match=r"may take 0\.144 GiB; .* lower data\.num_prompts to 999"):
+    with pytest.raises(UserError, match=r"may take 0\.144 GiB .* lower data\.num_prompts to 999"):
         check(f"data.disk_gib={(BYTES - 1) / 2**30}")
 
 
@@ -27,6 +28,10 @@ def test_fp32_states_take_twice_as_much():
         check(f"data.disk_gib={BYTES / 2**30}", "target.dtype=float32")
 
 
-def test_a_policy_that_is_not_acted_on_is_refused():
-    with pytest.raises(UserError, match="policy rolling is planned with, not acted on yet"):
-        check("data.policy=rolling")
+def test_rolling_shards_need_room_for_the_largest_round():
+    rolling = ["data.policy=rolling", "rounds.count=4", "rounds.first_share=0.4"]
+    check(*rolling, f"data.disk_gib={0.4 * BYTES / 2**30 + 1e-9}")
+    with pytest.raises(UserError, match=r"may take 0\.0574 GiB at a time"):
+        check(*rolling, f"data.disk_gib={0.39 * BYTES / 2**30}")
+    with pytest.raises(UserError, match=r"data\.policy=rolling and a larger rounds\.count"):
+        check("rounds.count=4", f"data.disk_gib={0.4 * BYTES / 2**30}")

@@ -9,7 +9,7 @@ import torch
 from data import host
 from data.engines import Measurement
 from data.host import Fleet, Order, take_pulses, take_round
-from data.rounds import read_round, share_shards, up_to_round
+from data.rounds import of_round, read_round, share_shards
 from data.shard_maker import count_pulse
 from recipes.errors import UserError
 from recipes.manifest import Pulse, ShardEntry, ShardManifest
@@ -50,23 +50,33 @@ def test_a_pulse_without_a_step_is_a_mistake():
         count_pulse(answers([1], [1]), 0.0, is_chain=True)
 
 
-def test_later_shards_are_left_out_of_an_earlier_rounds_data():
+@pytest.mark.parametrize(("policy", "files"), [("keep", "0123"), ("rolling", "23")])
+def test_a_round_trains_on_shards_that_are_there(policy, files):
     entries = [
         ShardEntry(file=f"{n}", sha256="0" * 64, sequences=1, tokens=2, supervised_tokens=1, round=n // 2)
         for n in range(6)
     ]
     manifest = ShardManifest.model_construct(shards=entries)
-    assert [entry.file for entry in up_to_round(manifest, 1).shards] == ["0", "1", "2", "3"]
+    assert "".join(entry.file for entry in of_round(manifest, 1, policy).shards) == files
 
 
 # The host
 
 
+class Writer:
+    def __init__(self) -> None:
+        self.consumed: list[int] = []
+
+    def consume_before(self, number: int) -> None:
+        self.consumed.append(number)
+
+
 class Plan:
     """Six shards, of which some are there."""
 
-    def __init__(self, folder: Path, there: set[int]) -> None:
-        self.recipe = tiny_recipe(f"output_dir={folder}", "rounds.count=3", "rounds.budget=7")
+    def __init__(self, folder: Path, there: set[int], *overrides: str) -> None:
+        self.recipe = tiny_recipe(f"output_dir={folder}", "rounds.count=3", "rounds.budget=7", *overrides)
+        self.writer = Writer()
         self.groups = [[f"prompt {number}"] for number in range(6)]
         self.folder, self.spool = folder / "shards", folder / "spool"
         self.there, self.is_finished = there, False
@@ -117,6 +127,13 @@ def test_plain_engines_give_way_to_drafting_ones_which_swap(tmp_path, done):
     ]
     assert plan.is_finished
     assert [read_round(tmp_path, number).checkpoint for number in range(3)] == [None, "c/1", "c/2"]
+
+
+@pytest.mark.parametrize(("policy", "consumed"), [("keep", []), ("rolling", [0, 1, 2])])
+def test_rolling_shards_are_consumed_as_the_next_round_begins(tmp_path, done, policy, consumed):
+    plan = Plan(tmp_path, set(), f"data.policy={policy}")
+    take(plan, (0, None), (1, "c/1"), (2, "c/2"))
+    assert plan.writer.consumed == consumed
 
 
 def test_on_a_gpu_engines_end_with_the_round(tmp_path, done, monkeypatch):

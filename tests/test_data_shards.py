@@ -123,6 +123,27 @@ def test_leftover_temporary_files_go_when_writing_goes_on(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [MANIFEST_NAME, shard_name(0)]
 
 
+def test_consumed_shards_go_from_the_disk_and_stay_in_the_manifest(tmp_path):
+    writer = write(tmp_path, 2, 2, 2)
+    entries = [entry.model_copy(update={"round": n}) for n, entry in enumerate(writer.manifest.shards)]
+    for entry in entries:
+        writer.add(entry)
+    writer.consume_before(2)
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [shard_name(2)]
+    found = read_manifest(tmp_path / MANIFEST_NAME, ShardManifest)
+    assert [entry.is_consumed for entry in found.shards] == [True, True, False]
+    assert [entry.sha256 for entry in found.shards] == [entry.sha256 for entry in entries]
+
+
+def test_a_consumed_file_that_an_interruption_left_goes_when_writing_goes_on(tmp_path):
+    writer = write(tmp_path, 2, 2)
+    first = writer.manifest.shards[0].model_copy(update={"is_consumed": True})
+    writer.add(first)
+    assert (tmp_path / first.file).exists()
+    ShardWriter(tmp_path, read_manifest(tmp_path / MANIFEST_NAME, ShardManifest))
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [shard_name(1)]
+
+
 def test_a_shard_written_again_replaces_its_entry(tmp_path):
     writer = write(tmp_path, 2, 2)
     writer.add(write_shard_file(tmp_path, 0, [sequence(50)], ["p"]))

@@ -452,10 +452,13 @@ def test_the_demo_fits(tiny):
 
 
 def test_rolling_shards_need_a_rounds_room():
-    one = phase_of(plan_of(FLAGSHIP, "data.policy=rolling"), "disk").rows[0]
-    assert one.num_bytes == (399_999 + 4096) * (51_200 + SEQUENCE_BYTES)
-    bound = phase_of(plan_of(FLAGSHIP, "data.policy=rolling", "data.disk_gib=300"), "disk").rows[0]
-    assert bound.gib == 300
+    everything = phase_of(plan_of(FLAGSHIP), "disk").rows[0].num_bytes
+    shard = (399_999 + 4096) * (51_200 + SEQUENCE_BYTES)
+    for settings, share in [(["rounds.count=8"], 1 / 8), (["rounds.count=5", "rounds.first_share=0.4"], 0.4)]:
+        row = phase_of(plan_of(FLAGSHIP, "data.policy=rolling", *settings), "disk").rows[0]
+        assert row.num_bytes == pytest.approx(share * everything + shard)
+    alone = phase_of(plan_of(FLAGSHIP, "data.policy=rolling"), "disk").rows[0]
+    assert alone.num_bytes == everything
 
 
 def test_an_engine_shares_its_gpu_with_the_others_of_the_data_phase():
@@ -561,7 +564,7 @@ def test_the_flagship_is_refused_for_its_disk_after_its_tables():
     assert "27,357 M parameters x 2 bytes / 2 ranks" in done.stdout
     error = " ".join(done.stderr.split())
     assert "does not fit its hardware: disk: 19,659.0 GiB needed, hardware.disk_gib is 1,800.0" in error
-    assert "data.policy=rolling | data.num_prompts <= " in error
+    assert "data.policy=rolling rounds.count=16 | data.num_prompts <= " in error
 
 
 def test_it_is_said_that_widths_are_published_ones_where_the_target_is_not_here():

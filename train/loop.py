@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from data.rounds import read_round, up_to_round
+from data.rounds import of_round, read_round
 from data.shards import open_shards
 from recipes.errors import MachineError, UserError
 from recipes.load import resolve_model
@@ -97,7 +97,7 @@ class Distillation:
     def _read_data(self, which: Round) -> ShardManifest:
         manifest = read_manifest(self._folders.shards / "manifest.json", ShardManifest)
         self._ranks.on_main(lambda: check_shards(self._recipe, manifest, which.number))
-        return up_to_round(manifest, which.number)
+        return of_round(manifest, which.number, self._recipe.data.policy)
 
     def _feed(self, which: Round, data: ShardManifest) -> Feed:
         recipe, ranks = self._recipe, self._ranks
