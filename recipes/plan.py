@@ -39,10 +39,20 @@ def main(
     recipe = load_recipe(recipe_path, overrides or [])
     check_against_target(recipe)
     known = find_target(recipe.target)
-    job = Job(recipe, read_target(known.config, known.source), known.is_fetched)
+    job = make_job(recipe, known)
     phases = plan_phases(job)
     show(job, phases, known)
     refuse_what_cannot_fit(recipe_path, job, phases)
+
+
+def check_plan(recipe_path: Path, recipe: Recipe) -> None:
+    """Raises UserError for a recipe that cannot fit the machine of its hardware section."""
+    job = make_job(recipe, find_target(recipe.target))
+    refuse_what_cannot_fit(recipe_path, job, plan_phases(job))
+
+
+def make_job(recipe: Recipe, known: "KnownTarget") -> Job:
+    return Job(recipe, read_target(known.config, known.source), known.is_fetched)
 
 
 @dataclass(frozen=True)

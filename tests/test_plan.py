@@ -55,6 +55,7 @@ from train.ranks import _ALONE
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 TINY, FLAGSHIP = RECIPES / "tiny_cpu.yaml", RECIPES / "qwen36_dflash.yaml"
+ALL_AT_ONCE = ("data.policy=keep", "rounds.count=1")
 BF16 = 2
 
 
@@ -443,8 +444,11 @@ def test_the_flagship_is_what_the_design_says(flagship):
     assert serving.need_gib + training.need_gib > flagship.recipe.hardware.gpu_gib  # so they take turns
 
 
-def test_the_flagship_lacks_disk_and_nothing_else(flagship):
-    assert [phase.name for phase in plan_phases(flagship) if not phase.fits] == ["disk"]
+def test_the_flagship_fits_and_lacks_disk_alone_where_all_shards_stay(flagship):
+    assert all(phase.fits for phase in plan_phases(flagship))
+    assert [phase.name for phase in plan_phases(plan_of(FLAGSHIP, *ALL_AT_ONCE)) if not phase.fits] == [
+        "disk"
+    ]
 
 
 def test_the_demo_fits(tiny):
@@ -452,12 +456,12 @@ def test_the_demo_fits(tiny):
 
 
 def test_rolling_shards_need_a_rounds_room():
-    everything = phase_of(plan_of(FLAGSHIP), "disk").rows[0].num_bytes
+    everything = phase_of(plan_of(FLAGSHIP, *ALL_AT_ONCE), "disk").rows[0].num_bytes
     shard = (399_999 + 4096) * (51_200 + SEQUENCE_BYTES)
     for settings, share in [(["rounds.count=8"], 1 / 8), (["rounds.count=5", "rounds.first_share=0.4"], 0.4)]:
         row = phase_of(plan_of(FLAGSHIP, "data.policy=rolling", *settings), "disk").rows[0]
         assert row.num_bytes == pytest.approx(share * everything + shard)
-    alone = phase_of(plan_of(FLAGSHIP, "data.policy=rolling"), "disk").rows[0]
+    alone = phase_of(plan_of(FLAGSHIP, "rounds.count=1"), "disk").rows[0]
     assert alone.num_bytes == everything
 
 
@@ -501,7 +505,7 @@ def test_hours_are_told_where_a_rate_is_and_tokens_where_none_is(flagship, tiny)
 
 
 LACKING = {
-    "disk": [],
+    "disk": [*ALL_AT_ONCE],
     "shards at any time": ["data.disk_gib=200", "hardware.disk_gib=30000"],
     "regenerate: host memory": ["hardware.host_gib=60"],
     "serve: memory of each GPU": ["serve.tensor_parallel_size=1"],
@@ -535,7 +539,8 @@ def test_every_proposal_makes_its_phase_fit(name):
         assert fitted <= {each.name for each in plan_phases(changed) if each.fits}, proposal
 
 
-def test_a_proposed_bound_is_the_last_that_fits(flagship):
+def test_a_proposed_bound_is_the_last_that_fits():
+    flagship = plan_of(FLAGSHIP, *ALL_AT_ONCE)
     proposal = next(each for each in propose(flagship, phase_of(flagship, "disk")) if "num_prompts" in each)
     assert not phase_of(apply(flagship, proposal, beyond=1), "disk").fits
 
@@ -558,8 +563,8 @@ def test_the_demo_is_planned_with_its_arithmetic_visible():
     assert "does not fit" not in done.stdout
 
 
-def test_the_flagship_is_refused_for_its_disk_after_its_tables():
-    done = run_plan(str(FLAGSHIP))
+def test_the_flagship_with_all_its_shards_is_refused_for_its_disk_after_its_tables():
+    done = run_plan(str(FLAGSHIP), *ALL_AT_ONCE)
     assert done.returncode == 2
     assert "27,357 M parameters x 2 bytes / 2 ranks" in done.stdout
     error = " ".join(done.stderr.split())

@@ -18,6 +18,7 @@ from rich.console import Console
 from recipes.errors import MISTAKE, MachineError, UserError, run_command
 from recipes.load import check_against_target, load_recipe, write_resolved
 from recipes.manifest import ShardManifest, read_manifest
+from recipes.plan import check_plan
 from recipes.schema import Recipe
 from serve.engine import child_environment
 from train.loop import Distillation, Distilled, check_split, drafter_config
@@ -31,7 +32,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 def main() -> None:
     arguments = parse_arguments()
     with joined_ranks() as ranks:
-        ranks.on_main(lambda: check(load_recipe(arguments.recipe, arguments.overrides), ranks.world_size))
+        ranks.on_main(lambda: check(arguments, ranks.world_size))
         recipe = load_recipe(arguments.recipe, arguments.overrides)
         ranks.on_main(lambda: write_resolved(recipe, recipe.output_dir))
         distilled = take_rounds(recipe, arguments, ranks)
@@ -62,11 +63,13 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def check(recipe: Recipe, world_size: int) -> None:
+def check(arguments: argparse.Namespace, world_size: int) -> None:
     """Everything that can be wrong with a recipe, before a model is loaded."""
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
     check_against_target(recipe)
     drafter_config(recipe)
     check_split(recipe, world_size)
+    check_plan(arguments.recipe, recipe)
 
 
 def regenerate(
