@@ -15,7 +15,7 @@ from data.shards import MANIFEST_NAME, ShardWriter, check_file, shard_name
 from recipes.errors import UserError
 from recipes.load import resolve_model
 from recipes.manifest import ShardManifest, identify_target, provenance, read_manifest
-from recipes.schema import Data, Recipe
+from recipes.schema import Data, Recipe, Rounds
 
 _WITHOUT_EFFECT = (
     "check_sequences",
@@ -157,6 +157,9 @@ def _refuse_other(path: Path, found: ShardManifest, wanted: ShardManifest) -> No
         "target": (_describe_target(found), _describe_target(wanted)),
         "drafter.target_layer_ids": (found.target_layer_ids, wanted.target_layer_ids),
     }
+    for name in ("count", "first_share"):  # which shard is of which round
+        earlier = found.recipe.get("rounds", Rounds().model_dump())
+        pairs[f"rounds.{name}"] = (earlier[name], wanted.recipe["rounds"][name])
     for name, value in wanted.recipe["data"].items():
         if name not in _WITHOUT_EFFECT:
             pairs[f"data.{name}"] = (found.recipe["data"].get(name), value)

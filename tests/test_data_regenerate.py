@@ -181,6 +181,11 @@ def test_shards_of_other_settings_are_not_added_to(run):
     assert expected in str(caught.value)
 
 
+def test_shards_are_not_given_to_other_rounds(run):
+    with pytest.raises(UserError, match=r"rounds\.count: found 1, the recipe says 3"):
+        make_plan(recipe_of(run, rounds__count=3))
+
+
 def test_shards_of_another_target_are_not_added_to(run, tmp_path):
     target = shutil.copytree(EMBEDDED_TARGET, tmp_path / "target")
     config = target / "config.json"

@@ -7,10 +7,12 @@ import pytest
 from drafters import tiny_recipe
 from small_training import small_recipe, write_shards, write_target
 
+from data.rounds import round_path
 from recipes.errors import MachineError, UserError
-from recipes.manifest import ShardManifest, read_manifest, write_json
+from recipes.manifest import RoundManifest, ShardManifest, read_manifest, write_json
 from train import distill
 from train.loop import Distilled, check_shards, check_split
+from train.rounds import Round
 
 
 @pytest.fixture
@@ -85,6 +87,17 @@ def test_only_complete_shards_of_the_same_wishes_need_no_data_phase(tmp_path):
     path = recipe.output_dir / "shards" / "manifest.json"
     write_json(path, read_manifest(path, ShardManifest).model_copy(update={"complete": False}))
     assert not distill.has_shards(recipe)
+
+
+def test_a_round_that_an_earlier_run_made_is_neither_made_nor_judged_again(tmp_path, monkeypatch):
+    recipe = tiny_recipe(f"output_dir={tmp_path}", "rounds.count=2", "rounds.most_gap=0.1")
+    report = RoundManifest(
+        round=1, checkpoint="c", pulses=[], emitted_tokens=0, request_steps=0, engine_seconds=0, num_engines=0
+    )
+    round_path(tmp_path, 1).parent.mkdir()
+    write_json(round_path(tmp_path, 1), report)
+    monkeypatch.setattr(distill, "check_gap", None)
+    distill.regenerate(recipe, None, None, Round(1, range(3, 5)), Distilled(tmp_path, 9, 5.0))
 
 
 def shards_of(tmp_path) -> tuple:

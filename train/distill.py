@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from data.rounds import read_round
 from recipes.errors import MISTAKE, MachineError, UserError, run_command
 from recipes.load import check_against_target, load_recipe, write_resolved
 from recipes.manifest import ShardManifest, read_manifest
@@ -84,6 +85,8 @@ def regenerate(
         if not has_shards(recipe):
             run_child("data/regenerate.py", [str(arguments.recipe), *arguments.overrides], recipe)
         return
+    if read_round(recipe.output_dir, which.number) is not None:
+        return  # an earlier run made it, and showed it
     report = data.make(which.number, None if drafter is None else drafter.checkpoint)
     show_round(report, which, drafter, recipe.output_dir)
     if drafter is not None:

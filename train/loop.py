@@ -66,13 +66,9 @@ class Distillation:
         first_step = self._steps_taken
         if first_step < which.steps.stop:
             feed = self._feed(which, data)
-            steps = range(first_step, which.steps.stop)
-            with _reporter(
-                self._folders.output_dir, first_step, self._recipe.train.steps, self._ranks
-            ) as reporter:
-                self._progress = _take_steps(
-                    steps, self._recipe.train, learner, feed, self._saver(data), self._progress, reporter
-                )
+            steps, train, saver = range(first_step, which.steps.stop), self._recipe.train, self._saver(data)
+            with _reporter(self._folders.output_dir, first_step, train.steps, self._ranks) as reporter:
+                self._progress = _take_steps(steps, train, learner, feed, saver, self._progress, reporter)
         step = max(self._steps_taken, which.steps.stop)
         return Distilled(self._folders.checkpoint(step), step, self._progress.simulated_acceptance)
 
@@ -91,8 +87,8 @@ class Distillation:
         return self._learner
 
     def _find_round(self, step: int) -> Round:
-        """In which a state of so many steps was written."""
-        return next(each for each in self._rounds if step <= each.steps.stop)
+        """In which a state of so many steps was written: the last, where steps were lowered since."""
+        return next((each for each in self._rounds if step <= each.steps.stop), self._rounds[-1])
 
     def _read_data(self, which: Round) -> ShardManifest:
         manifest = read_manifest(self._folders.shards / "manifest.json", ShardManifest)
