@@ -8,6 +8,7 @@ An order is a line {"round": 1, "checkpoint": FOLDER or null}.  It is done once 
 what was done before an interruption is not done again.  Ends with its input.  Called by `train/rounds.py`.
 """
 
+import shutil
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -119,6 +120,7 @@ class Fleet:
 
     def __exit__(self, *failure: Any) -> None:
         self._stack.__exit__(*failure)
+        shutil.rmtree(self._plan.spool, ignore_errors=True)
 
     def drafting_with(self, checkpoint: str | None) -> list[Engine]:
         """Engines that draft with this checkpoint, or plain ones; those there are, where that can be."""
