@@ -13,6 +13,7 @@ from data.prompts import load_prompts
 from data.rounds import share_shards
 from data.shards import MANIFEST_NAME, ShardWriter, check_file, shard_name
 from recipes.errors import UserError
+from recipes.footprint import DTYPE_BYTES, SEQUENCE_BYTES, tap_bytes
 from recipes.load import resolve_model
 from recipes.manifest import ShardManifest, identify_target, provenance, read_manifest
 from recipes.schema import Data, Recipe, Rounds
@@ -24,9 +25,6 @@ _WITHOUT_EFFECT = (
     "disk_gib",
     "policy",
 )  # data.* that change no shard
-
-_STATE_BYTES = {"bfloat16": 2, "float32": 4}
-_TOKEN_BYTES = 5  # its id and whether it is supervised
 
 
 @dataclass(frozen=True)
@@ -86,8 +84,8 @@ def check_room(recipe: Recipe, groups: Sequence[Sequence[Rendered]], hidden_size
     data = recipe.data
     if data.disk_gib is None:
         return
-    of_state = len(recipe.drafter.target_layer_ids) * hidden_size * _STATE_BYTES[recipe.target.dtype]
-    of_groups = [_count_tokens(group, data) * (of_state + _TOKEN_BYTES) for group in groups]
+    of_token = tap_bytes(recipe.drafter, hidden_size, DTYPE_BYTES[recipe.target.dtype]) + SEQUENCE_BYTES
+    of_groups = [_count_tokens(group, data) * of_token for group in groups]
     needed = sum(of_groups)
     if data.policy == "rolling":
         shares = share_shards(len(groups), recipe.rounds)

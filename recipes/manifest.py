@@ -125,6 +125,15 @@ class RoundManifest(Record):
     num_engines: Count
     """Zero where every shard was there already."""
 
+    @property
+    def tokens_per_step(self) -> float:
+        """Of an answer."""
+        return self.emitted_tokens / self.request_steps
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.emitted_tokens / self.engine_seconds * self.num_engines
+
 
 class CheckpointManifest(Manifest):
     """draftsmith.json in a checkpoint's folder."""

@@ -16,10 +16,10 @@ from recipes.manifest import CheckpointManifest, read_manifest
 from serve.checkpoint import check_checkpoint, read_drafter_config
 from serve.drafter_config import PublishedConfig, parse_config
 from serve.drafter_fit import refuse
+from serve.formats import MASK_EMBEDDING_NAME
+from serve.plan import MANIFEST_NAME
 from serve.served import Served
 
-MANIFEST_NAME = "draftsmith.json"
-MASK_EMBEDDING_NAME = "mask_embedding.pt"  # vLLM reads it beside the drafter that the engine started with
 _FREE_KEYS = {"architectures", "dtype", "num_target_layers", "layer_types", "rope_theta", "rope_parameters"}
 
 

@@ -5,17 +5,14 @@ The main rank's only; it is handed finished numbers and computes ratios.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
 from recipes.errors import MachineError
 from recipes.manifest import Pulse, RoundManifest
-
-if TYPE_CHECKING:
-    from train.loop import Distilled
-    from train.rounds import Round
+from train.loop import Distilled
+from train.rounds import Round
 
 _CAUSES = (
     "taps: was the drafter trained on the layers that the engine captures? (data.check_sequences compares)",
@@ -26,7 +23,7 @@ _CAUSES = (
 )
 
 
-def show_round(report: RoundManifest, which: "Round", drafter: "Distilled | None", output_dir: Path) -> None:
+def show_round(report: RoundManifest, which: Round, drafter: Distilled | None, output_dir: Path) -> None:
     """One line for people, and TensorBoard's points at the step that the round begins with."""
     simulated = None if drafter is None else drafter.simulated_acceptance
     with SummaryWriter(str(output_dir / "tensorboard"), filename_suffix=".rounds") as writer:
@@ -45,8 +42,8 @@ def curve_points(report: RoundManifest, simulated: float | None) -> Iterator[tup
             if simulated is not None:
                 yield "accept_gap", simulated - pulse.acceptance_length
     if report.emitted_tokens:
-        yield "data/tokens_per_step", report.emitted_tokens / report.request_steps
-        yield "data/tokens_per_second", report.emitted_tokens / report.engine_seconds * report.num_engines
+        yield "data/tokens_per_step", report.tokens_per_step
+        yield "data/tokens_per_second", report.tokens_per_second
         yield "time/generate_s", report.engine_seconds / report.num_engines
 
 
@@ -61,9 +58,8 @@ def describe(report: RoundManifest) -> str:
     ]
     parts = [f"the engine accepts {', '.join(accepted)}"] if accepted else []
     if report.emitted_tokens:
-        by_step = report.emitted_tokens / report.request_steps
-        by_second = report.emitted_tokens / report.engine_seconds * report.num_engines
-        parts.append(f"{report.emitted_tokens} tokens at {by_step:.2f} a step, {by_second:,.0f} a second")
+        speed = f"{report.tokens_per_step:.2f} a step, {report.tokens_per_second:,.0f} a second"
+        parts.append(f"{report.emitted_tokens} tokens at {speed}")
     return "; ".join(parts) or "its data was there"
 
 
