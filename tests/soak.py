@@ -39,9 +39,13 @@ from serve.engine import child_environment, engine_arguments
 
 MODEL_LENGTH, MOST_REQUESTS, MOST_WAITING = 256, 6, 8
 BATCHED_TOKENS = 150  # a long prompt takes two chunks, and not all trees fit whole
-BLOCKS = {"hybrid": 40, "dense": 60}  # not enough for all requests at their longest
+BLOCKS = {"hybrid": 40, "dense": 72}  # not enough for all requests at their longest
 LOUD_TOKENS = (40, 41, 42, 43)  # A to D, where there is a tokenizer
 FIRST_TOKEN = 10  # of random prompts; those before have meanings
+_AT_ODDS = {  # together they may leave no token at all
+    "structured_outputs": ["allowed_token_ids", "bad_words"],
+    "allowed_token_ids": ["bad_words", "stop_token_ids", "min_tokens"],
+}
 LEAST_ACCEPTED = 0.3  # drafts a verification: fewer would not be a test of trees
 RSS_GROWTH_MIB, CUDA_GROWTH_MIB, OBJECTS_GROWTH = 24.0, 4.0, 8
 MOST_SAMPLES, MOST_STEPS_OF_DRAINING = 200, 2000
@@ -155,9 +159,9 @@ class Traffic:
         if self.happens(0.7):
             settings |= {"temperature": self._rng.uniform(0.2, 2)} | self._some(0.3, self._heats())
         settings |= self._some(0.07, self._options())
-        if "structured_outputs" in settings:  # no token at all may be left of these together
-            settings.pop("allowed_token_ids", None)
-            settings.pop("bad_words", None)
+        for limit, others in _AT_ODDS.items():
+            if limit in settings:
+                settings = {name: value for name, value in settings.items() if name not in others}
         return settings
 
     def _some(self, share: float, options: Iterator[dict[str, Any]]) -> dict[str, Any]:

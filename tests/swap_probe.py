@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from drafters import EMBEDDED_TARGET
-from tree_probe import Round, Told, answer
+from tree_probe import answer
+from tree_rounds import Round, Told
 
 from recipes.schema import Serve, Target
 from serve.engine import child_environment, engine_arguments

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tree_probe import Control, Round, Spec, Told, Verified, run_engines
+from tree_probe import run_engines
+from tree_rounds import Control, Round, Spec, Told, Verified
 from tree_targets import NUM_SLOTS, Case, greedy_texts, write_dense_case, write_hybrid_case
 
 from serve.tree import ROOT
@@ -31,6 +32,8 @@ PENALISED = (1, 3)
 PENALTIES = [{"repetition_penalty": 1.3} if request in PENALISED else {} for request in range(5)]
 TEXT_CHANGING: list[Control] = ["no compaction", "no depth positions", "no tree mask"]
 TOLERANCE = 1e-4
+SHORT_PROMPTS = [[17], [204], [91]]
+SHORT_TOKENS = 24
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,10 @@ def dense_engines(case: Case, plain: Ran) -> dict[str, Spec]:
             case.target,
             case.ckpt,
             15,
-            {"first": further_round(greedy), "again": replace(further_round(greedy), keeps_states=True)},
+            {
+                "first": further_round(greedy),
+                "again": replace(further_round(greedy), keeps_states="of the end"),
+            },
             engine={"block_size": 16, "enable_prefix_caching": True},
         ),
         "stock": Spec(case.target, case.ckpt, None, {"chain": chain}),
@@ -117,14 +123,14 @@ def middle_rounds(case: Case, plain: Ran) -> dict[str, Round]:
     stopping = [{"stop_token_ids": [token]} for token in plain.stops]
     spoilt = replace(greedy, max_tokens=SPOILT_TOKENS)
     return {
-        "greedy": replace(greedy, keeps_states=True),
+        "greedy": replace(greedy, keeps_states="of the end"),
         "sampled": oracle_round(case, plain.texts("sampled"), sampling=SAMPLED),
         "penalised": penalised,
         "stopping": replace(greedy, sampling=stopping),
         "own": replace(greedy, drafts="lifted"),
         **{control: replace(spoilt, control=control) for control in TEXT_CHANGING},
         "no permutation of tap states": replace(
-            greedy, control="no permutation of tap states", keeps_states=True
+            greedy, control="no permutation of tap states", keeps_states="of the end"
         ),
         "no chain for penalties": replace(penalised, control="no chain for penalties"),
     }
@@ -135,12 +141,15 @@ def hybrid(tmp_path_factory) -> Ran:
     folder = tmp_path_factory.mktemp("hybrid")
     case = write_hybrid_case(folder)
     texts = greedy_texts(case, TEXT_TOKENS)
-    plain = Told(texts=[text[len(prompt) :] for text, prompt in zip(texts, case.prompts, strict=True)])
-    greedy = oracle_round(case, texts, keeps_states=True)
+    plain = answers_of(case, texts)
+    with_short = replace(case, prompts=[*case.prompts, *SHORT_PROMPTS])
+    short_texts = [*texts, *greedy_texts(replace(case, prompts=SHORT_PROMPTS), TEXT_TOKENS)]
+    greedy = oracle_round(case, texts, keeps_states="of the end")
     rounds = {
         "greedy": greedy,
         "own": replace(greedy, drafts="lifted"),
         "preempted": replace(greedy, preempted_every=5),
+        "short": oracle_round(with_short, short_texts, keeps_states="of the end", max_tokens=SHORT_TOKENS),
         "no recurrent commit": oracle_round(
             case, texts, control="no recurrent commit", max_tokens=SPOILT_TOKENS
         ),
@@ -151,10 +160,15 @@ def hybrid(tmp_path_factory) -> Ran:
         case.ckpt,
         15,
         rounds,
-        {"max_num_batched_tokens": 60},
+        {"max_num_batched_tokens": 116},
         {"num_gpu_blocks_override": 36},
     )
-    return Ran(case.prompts, {"greedy": plain}, run_engines({"15": spec}, folder))
+    plain_of = {"greedy": plain, "short": answers_of(with_short, short_texts)}
+    return Ran(case.prompts, plain_of, run_engines({"15": spec}, folder))
+
+
+def answers_of(case: Case, texts: list[list[int]]) -> Told:
+    return Told(texts=[text[len(prompt) :] for text, prompt in zip(texts, case.prompts, strict=True)])
 
 
 def right_path(verified: Verified, text: list[int]) -> list[int]:
@@ -173,7 +187,8 @@ def right_path(verified: Verified, text: list[int]) -> list[int]:
 def hold_right_paths(told: Told, texts: list[list[int]]) -> None:
     assert told.verified
     for verified in told.verified:
-        assert verified.path == right_path(verified, texts[verified.request]), verified
+        right = [] if verified.is_placeholder else right_path(verified, texts[verified.request])
+        assert verified.path == right, verified
 
 
 def mean_accepted(told: Told) -> float:
@@ -359,6 +374,17 @@ def test_preemption_of_a_hybrid_changes_nothing(hybrid):
     told = hybrid.engines["15"]["preempted"]
     assert told.num_preempted > 5
     assert told.texts == hybrid.answers()
+
+
+def test_a_prompt_of_one_token_beside_running_requests_gets_no_former_requests_states(hybrid):
+    """vLLM pads it with placeholders for drafts, of which nothing was planted in its slot."""
+    told = hybrid.engines["15"]["short"]
+    first = [verified for verified in told.verified if verified.length == 1]
+    assert first
+    assert all(verified.is_placeholder and verified.num_drafts == 15 for verified in first)
+    assert told.texts == [text[:SHORT_TOKENS] for text in hybrid.plain["short"].texts]
+    for part in ("target", "drafter"):
+        hold_equal_states(told, part, 5 + len(SHORT_PROMPTS))
 
 
 def test_cached_prefixes_change_nothing(dense):

@@ -10,7 +10,8 @@ import pytest
 import torch
 from drafters import EMBEDDED_TARGET
 from transformers import AutoTokenizer
-from tree_probe import Round, Spec, Told, run_engines
+from tree_probe import run_engines
+from tree_rounds import Round, Spec, Told
 
 from data.groups import render
 from data.prompts import load_prompts

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 from test_serve_trees import hold_equal_states, hold_right_paths, num_off_spine
-from tree_probe import Round, Spec, Told, run_engines
+from tree_probe import run_engines
+from tree_rounds import Round, Spec, Told
 from tree_targets import Case, greedy_texts, write_dense_case, write_hybrid_case
 
 pytestmark = pytest.mark.engine
@@ -34,7 +35,7 @@ def ran(request, tmp_path_factory) -> Ran:
     full = write_dense_case(folder) if request.param == "dense" else write_hybrid_case(folder)
     case, length = Case(full.target, full.ckpt, full.prompts[:NUM_REQUESTS]), LENGTHS[request.param]
     texts = greedy_texts(case, length + 20)
-    oracle = Round(case.prompts, length, texts=texts, drafts="oracle", keeps_states=True)
+    oracle = Round(case.prompts, length, texts=texts, drafts="oracle", keeps_states="of the end")
     spec = Spec(case.target, case.ckpt, BUDGET, {"oracle": oracle}, SERVE, has_gpu_runtime=True)
     told = run_engines({"gpu": spec}, folder)["gpu"]["oracle"]
     answers = [

@@ -7,7 +7,8 @@ import pytest
 import torch
 from drafters import EMBEDDED_TARGET
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from tree_probe import Round, Spec, Told, run_engines
+from tree_probe import run_engines
+from tree_rounds import Round, Spec, Told
 from tree_targets import Case, write_dense_case
 
 from data.groups import render

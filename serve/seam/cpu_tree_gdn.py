@@ -70,6 +70,7 @@ class TreeGatedDeltaNet(OneStateSlot, QwenGatedDeltaNetAttention):
         out_THV: torch.Tensor,
     ) -> None:
         self._pending = None
+        self._clear_fresh(metadata)
         trees = getattr(metadata, "trees", None)
         ends = torch.tensor(metadata.bounds[1:])
         drafts = [0] * len(ends) if trees is None else (ends - 1 - trees.first_row_B).tolist()
@@ -80,6 +81,11 @@ class TreeGatedDeltaNet(OneStateSlot, QwenGatedDeltaNetAttention):
         with_tree = [request for request, count in enumerate(drafts) if count]
         if with_tree:
             self._verify(metadata, torch.tensor(with_tree), trees, mixed_TC, gates, out_THV)
+
+    def _clear_fresh(self, metadata: Any) -> None:
+        """A slot holds what its last request left.  New ones may have drafts: `tree_state.run_as_trees`."""
+        for part in self._states():
+            part[metadata.slots[metadata.is_fresh]] = 0
 
     def _run_chain(
         self,
@@ -93,9 +99,6 @@ class TreeGatedDeltaNet(OneStateSlot, QwenGatedDeltaNetAttention):
         """A prefill, a part of one, or one token: the state is written at once."""
         conv_SCX, state_SHKV = self._states()
         slot = int(metadata.slots[request])
-        if metadata.is_fresh[request]:  # the slot holds what its last request left
-            conv_SCX[slot] = 0
-            state_SHKV[slot] = 0
         convolved = convolve_chain(mixed_TC[rows], conv_SCX[slot], self._conv_weight(), None, use_silu=True)
         chain = run_chain(
             self._split(convolved.outputs_TC, gates.log_decay[rows], gates.beta[rows]),
@@ -189,7 +192,7 @@ class TreeGdnMetadataBuilder(GDNAttentionMetadataBuilder):
         num_reqs = common_attn_metadata.num_reqs
         bounds = common_attn_metadata.query_start_loc_cpu[: num_reqs + 1]
         metadata.bounds = bounds.tolist()
-        metadata.is_fresh = (common_attn_metadata.seq_lens[:num_reqs] == bounds.diff()).tolist()
+        metadata.is_fresh = common_attn_metadata.seq_lens[:num_reqs] == bounds.diff()
         metadata.slots = common_attn_metadata.block_table_tensor[:num_reqs, 0].long()
         return metadata
 

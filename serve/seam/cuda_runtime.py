@@ -123,6 +123,7 @@ class CudaTreeRuntime(TreeRuntime):
             extent = step.trees
             step.slot_mappings, step.is_replayed = slot_mappings, is_full_graph
             self._read_state_slots(input_batch.num_reqs, block_tables)
+            self._clear_fresh(input_batch)
             if is_full_graph:  # it was told when it was captured
                 return
         self._tell_layers(metadata, extent, input_batch.query_start_loc)
@@ -140,6 +141,21 @@ class CudaTreeRuntime(TreeRuntime):
         if self._gdn_layers:  # of attention's groups too, where nobody reads them: it is one launch
             slots_GB = self._state_slots_GB[:, :num_reqs]
             torch.stack([table[:num_reqs, 0] for table in block_tables], out=slots_GB)
+
+    def _clear_fresh(self, input_batch: Any) -> None:
+        """The states of new requests with drafts (`tree_state.run_as_trees`), whose slots a former one left.
+
+        So rare that it may take a launch a cache.
+        """
+        has_context = input_batch.num_computed_prefill_tokens_np > 0
+        is_fresh = (input_batch.num_draft_tokens_per_req > 0) & ~has_context
+        if not self._gdn_layers or not is_fresh.any():
+            return
+        fresh_F = torch.from_numpy(is_fresh.nonzero()[0]).to(self.device)
+        for name, layer in self._gdn_layers.items():
+            slots_F = self._state_slots_GB[self._group_of[name], fresh_F].long()
+            for states in layer.states():
+                states.index_fill_(0, slots_F, 0)
 
     def _clear(self) -> None:
         """Nothing is verified: kernels find no rows."""

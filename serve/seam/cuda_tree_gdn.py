@@ -117,6 +117,8 @@ class TreeGatedDeltaNet(OneStateSlot, QwenGatedDeltaNetAttention):
 
 def _rest_of(metadata: Any, trees: GroupTrees) -> Any:
     """Stock metadata of the rows after the trees': a step that drafts nothing."""
+    counted = metadata.num_spec_decodes
+    assert counted == trees.extent.num_requests, f"{counted} requests with drafts, {trees.extent} with trees"
     return replace(
         metadata,
         num_spec_decodes=0,

@@ -50,6 +50,7 @@ class TreeState(_State):
         for_capture: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
+        run_as_trees(input_batch)
         metadata = super().prepare_attn(
             input_batch,
             cudagraph_mode,
@@ -94,6 +95,18 @@ class TreeState(_State):
                 for group in kv_cache_config.kv_cache_groups
             ]
         )
+
+
+def run_as_trees(input_batch: Any) -> None:
+    """Tells vLLM's metadata that every request with drafts is verified, in place.
+
+    To keep a step's shape vLLM gives a prompt's last token placeholders for drafts if it is computed beside
+    running requests.  It calls that a prefill where nothing was computed before, in a prompt of one token.
+    Of such rows the first alone counts.
+    """
+    drafts_B, runs_B = input_batch.num_draft_tokens_per_req, input_batch.prefill_runs_as_decode_np
+    if drafts_B is not None and runs_B is not None:
+        input_batch.prefill_runs_as_decode_np = runs_B | (drafts_B > 0)
 
 
 def needs_chain(params: Any) -> bool:
