@@ -2,6 +2,8 @@
 # through engines with draft trees, for 20 minutes on a CPU.  All set up .venv first.
 
 PYTHON ?= python3
+# of pytest: each takes a core, and up to 4 GiB where it starts engines
+TEST_PROCESSES ?= 2
 VENV := .venv
 READY := $(VENV)/.ready
 PACKAGES := recipes serve data train eval
@@ -15,7 +17,7 @@ demo: venv
 	DS_ACCELERATOR=cpu $(VENV)/bin/deepspeed train/distill.py recipes/tiny_cpu.yaml
 
 test: venv
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 lint: venv
 	$(VENV)/bin/ruff check .

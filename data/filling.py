@@ -1,6 +1,7 @@
 """Makes the missing shards of a plan: engines answer its groups; the manifest names a shard once it is whole.
 
-The engines are processes of their own (`data.engines`); here their shards are collected, counted and shown.
+The engines are processes of their own (`data.engines`); here their shards are collected, counted and shown,
+and a round's are reported.
 """
 
 import shutil
@@ -10,9 +11,12 @@ from dataclasses import dataclass, field
 
 from data.answer_bar import answer_bar
 from data.engines import Advanced, Engine, Work, running_engines, share_out
+from data.rounds import share_shards, write_round
 from data.shard_maker import Made
 from data.shard_plan import ShardPlan
+from data.shards import shard_name
 from recipes.errors import UserError
+from recipes.manifest import Captured, RoundManifest
 
 
 @dataclass
@@ -41,15 +45,20 @@ def fill_shards(plan: ShardPlan) -> Tally:
     """All of them.  Raises MachineError if an engine's taps are not transformers', and writes none then.
 
     UserError for a recipe that wants no more than a round's shards on the disk.
+    Reports the round where it is the only one; of several, data/host.py says when each is done.
     """
     if plan.recipe.data.policy == "rolling" and plan.recipe.rounds.count > 1:
         raise UserError("data.policy rolling keeps one round's shards at a time: run train/distill.py")
     tally, missing = Tally(), plan.find_missing()
     if missing:
-        with running_engines(plan.recipe, plan.folder, plan.spool, most=len(missing)) as engines:
-            make_shards(plan, engines, missing, tally)
-        shutil.rmtree(plan.spool)
+        try:
+            with running_engines(plan.recipe, plan.folder, plan.spool, most=len(missing)) as engines:
+                make_shards(plan, engines, missing, tally)
+        finally:
+            shutil.rmtree(plan.spool, ignore_errors=True)  # on a full disk it is in the way
     plan.finish()
+    if missing and plan.recipe.rounds.count == 1:
+        write_round(plan.recipe.output_dir, report_round(plan, 0, tally, num_made=len(missing)))
     return tally
 
 
@@ -67,3 +76,39 @@ def make_shards(
                 bar.tell(f"{entry.file}: {entry.sequences} sequences, {entry.tokens} tokens")
             elif isinstance(event, Advanced):
                 bar.advance(event.new_tokens, event.finished_answers)
+
+
+def report_round(plan: ShardPlan, number: int, tally: Tally, num_made: int) -> RoundManifest:
+    """Of a round whose shards are there, `num_made` of them by this run; says nothing of a drafter."""
+    return RoundManifest(
+        round=number,
+        checkpoint=None,
+        pulses=[],
+        emitted_tokens=tally.emitted_tokens,
+        request_steps=tally.request_steps,
+        engine_seconds=tally.engine_seconds,
+        num_engines=min(plan.recipe.data.engines, num_made),
+        captured=count_captured(plan, number, tally),
+    )
+
+
+def count_captured(plan: ShardPlan, number: int, tally: Tally) -> Captured:
+    """What a round's shards hold."""
+    share = share_shards(len(plan.groups), plan.recipe.rounds)[number]
+    names = {shard_name(shard) for shard in share}
+    entries = [entry for entry in plan.writer.manifest.shards if entry.file in names]
+    paths = [plan.folder / entry.file for entry in entries if not entry.is_consumed]
+    sequences = sum(entry.sequences for entry in entries)
+    incomplete = sum(entry.incomplete for entry in entries)
+    too_long = plan.num_prompts - sum(map(len, plan.groups))
+    return Captured(
+        sequences=sequences,
+        tokens=sum(entry.tokens for entry in entries),
+        shard_bytes=sum(path.stat().st_size for path in paths),
+        dropped={
+            "prompt_too_long": too_long if number == 0 else 0,
+            "empty_answer": sum(len(plan.groups[shard]) for shard in share) - sequences - incomplete,
+            "incomplete": incomplete,
+        },
+        least_cosine=min(tally.least_cosines.values(), default=None),
+    )

@@ -10,6 +10,7 @@ what was done before an interruption is not done again.  Ends with its input.  C
 
 import shutil
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,14 +20,14 @@ from pydantic import BaseModel
 from transformers import AutoTokenizer
 
 from data.engines import Engine, Measurement, Swap, running_engines, share_out, tell_all
-from data.filling import Tally, make_shards
+from data.filling import Tally, make_shards, report_round
 from data.groups import Rendered, render
 from data.prompts import load_prompts
-from data.rounds import read_round, round_path, share_shards
+from data.rounds import check_shares, read_round, share_shards, write_round
 from data.shard_plan import ShardPlan, make_plan
 from recipes.errors import run_command
 from recipes.load import load_recipe, resolve_model
-from recipes.manifest import Pulse, RoundManifest, write_json
+from recipes.manifest import Pulse
 from recipes.schema import Recipe, Sampling
 from serve.engine import enter_environment, is_cuda
 from serve.generation import Drafting
@@ -48,6 +49,7 @@ def main(
         follow_parent(parent)
     enter_environment()
     plan = make_plan(load_recipe(recipe_path, overrides or []))
+    check_shares(len(plan.groups), plan.recipe.rounds)
     with ExitStack() as stack:
         fleet = stack.enter_context(Fleet(plan))
         for line in sys.stdin:
@@ -63,27 +65,27 @@ def take_round(plan: ShardPlan, fleet: "Fleet", order: Order) -> None:
     shares = share_shards(len(plan.groups), recipe.rounds)
     missing = [number for number in plan.find_missing() if number in shares[order.round]]
     pulses: list[Pulse] = []
+    pulse_seconds = None
     tally = Tally()
     if missing or order.checkpoint is not None:
         engines = fleet.drafting_with(order.checkpoint)
         if order.checkpoint is not None:
+            start = time.monotonic()
             pulses = take_pulses(recipe, engines)
+            pulse_seconds = time.monotonic() - start
         make_shards(plan, engines, missing, tally, order.round)
     if order.round == recipe.rounds.count - 1:
         plan.finish()
     if is_cuda():
         fleet.stop()  # before the report: with it the GPUs are the trainer's
-    report = RoundManifest(
-        round=order.round,
-        checkpoint=order.checkpoint,
-        pulses=pulses,
-        emitted_tokens=tally.emitted_tokens,
-        request_steps=tally.request_steps,
-        engine_seconds=tally.engine_seconds,
-        num_engines=min(recipe.data.engines, len(missing)),
-    )
-    round_path(recipe.output_dir, order.round).parent.mkdir(exist_ok=True)
-    write_json(round_path(recipe.output_dir, order.round), report)
+    report = report_round(plan, order.round, tally, num_made=len(missing))
+    of_drafter = {
+        "checkpoint": order.checkpoint,
+        "pulses": pulses,
+        "swap_seconds": fleet.swap_seconds,
+        "pulse_seconds": pulse_seconds,
+    }
+    write_round(recipe.output_dir, report.model_copy(update=of_drafter))
 
 
 def take_pulses(recipe: Recipe, engines: list[Engine]) -> list[Pulse]:
@@ -114,6 +116,8 @@ class Fleet:
         self._engines: list[Engine] = []
         self._stack = ExitStack()
         self._are_drafting = False
+        self.swap_seconds: float | None = None
+        """Of the newest round's swap; None where its engines were started instead."""
 
     def __enter__(self) -> "Fleet":
         return self
@@ -124,8 +128,11 @@ class Fleet:
 
     def drafting_with(self, checkpoint: str | None) -> list[Engine]:
         """Engines that draft with this checkpoint, or plain ones; those there are, where that can be."""
+        self.swap_seconds = None
         if self._are_drafting and checkpoint is not None:
+            start = time.monotonic()
             tell_all(self._engines, Swap(Path(checkpoint)))
+            self.swap_seconds = time.monotonic() - start
         elif not self._engines or checkpoint is not None:
             self._restart(checkpoint)
         return self._engines

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from recipes.manifest import RoundManifest, ShardManifest, read_manifest
+from recipes.errors import UserError
+from recipes.manifest import RoundManifest, ShardManifest, read_manifest, write_json
 from recipes.schema import Policy, Rounds
 
 
@@ -15,6 +16,18 @@ def share_shards(num_shards: int, rounds: Rounds) -> list[range]:
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
+def check_shares(num_shards: int, rounds: Rounds) -> None:
+    """Raises UserError if a round has no data of its own."""
+    shares = share_shards(num_shards, rounds)
+    empty = [number for number, share in enumerate(shares, start=1) if not share]
+    if empty:
+        raise UserError(
+            f"rounds.count is {rounds.count}, but the prompts make {num_shards} shards, shared out as"
+            f" {', '.join(str(len(share)) for share in shares)}: round {empty[0]} would have none; lower"
+            " data.shard_tokens, or ask for more prompts or fewer rounds"
+        )
+
+
 def round_path(output_dir: Path, number: int) -> Path:
     return output_dir / "rounds" / f"round-{number}.json"
 
@@ -23,6 +36,13 @@ def read_round(output_dir: Path, number: int) -> RoundManifest | None:
     """None until its shards are all there."""
     path = round_path(output_dir, number)
     return read_manifest(path, RoundManifest) if path.is_file() else None
+
+
+def write_round(output_dir: Path, report: RoundManifest) -> None:
+    """Says that a round's shards are all there."""
+    path = round_path(output_dir, report.round)
+    path.parent.mkdir(exist_ok=True)
+    write_json(path, report)
 
 
 def of_round(manifest: ShardManifest, number: int, policy: Policy) -> ShardManifest:

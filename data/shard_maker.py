@@ -1,4 +1,4 @@
-"""One engine's part of the data phase: answers groups of prompts, checks its taps once, writes shard files.
+"""One engine's part of the data phase: answers groups of prompts, checks their states, writes shard files.
 
 Runs in a process of its own (`data.engines` starts it and hears of what it did); the manifest is not its
 business.
@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from data import shards
-from data.check_taps import HookedTarget, NamedSequence, check_taps
+from data.check_taps import NamedSequence
 from data.groups import Rendered
+from data.shard_check import ShardCheck
 from data.shards import write_shard_file
 from recipes.errors import UserError
 from recipes.manifest import Pulse, ShardEntry
@@ -34,11 +35,11 @@ class Made:
     """Of generating."""
     finish_reasons: Mapping[str, int]
     least_cosines: Mapping[int, float]
-    """By tapped layer; empty unless this shard's taps were checked."""
+    """By tapped layer, over the states that were compared; empty where none was."""
 
 
 class ShardMaker:
-    """A capturing engine and where its shards go.  Its first shard is checked before it is written."""
+    """A capturing engine and where its shards go.  Each is checked before it is written."""
 
     def __init__(
         self, recipe: Recipe, folder: Path, spool: Path, on_step: OnStep, drafting: Drafting | None = None
@@ -48,11 +49,12 @@ class ShardMaker:
         self._on_step = on_step
         layers = recipe.drafter.target_layer_ids
         self._engine = CapturingEngine(recipe.target, recipe.serve, layers, spool, drafting)
-        self._is_checked = recipe.data.check_sequences == 0
+        self._check = ShardCheck(recipe, self._engine.read)
 
     def swap(self, ckpt: Path) -> None:
         """Another checkpoint drafts from now on."""
         self._engine.swap(ckpt)
+        self._check.begin_anew()
 
     def measure(self, prompts: Sequence[Rendered], sampling: Sampling, *, is_chain: bool) -> Pulse:
         """What the engine accepts on these prompts, whose answers are kept nowhere."""
@@ -65,14 +67,13 @@ class ShardMaker:
         start = time.monotonic()
         answers = self._answer(prompts)
         seconds = time.monotonic() - start
-        named = [
-            NamedSequence(prompt.id, make_sequence(prompt, answer))
-            for prompt, answer in zip(prompts, answers, strict=True)
-            if not is_empty(answer)
-        ]
+        pairs = zip(prompts, answers, strict=True)
+        kept = [(prompt, answer) for prompt, answer in pairs if is_whole(answer) and not is_empty(answer)]
+        named = [NamedSequence(prompt.id, make_sequence(prompt, answer)) for prompt, answer in kept]
+        accepted = [count_accepted(answer) for _, answer in kept]
         return Made(
-            least_cosines=self._check(named),  # before the shard is written
-            entry=self._write(number, named),
+            least_cosines=self._check.check(number, named, accepted),  # before the shard is written
+            entry=self._write(number, named, incomplete=sum(not is_whole(answer) for answer in answers)),
             emitted_tokens=sum(len(answer.token_ids) for answer in answers),
             request_steps=sum(len(answer.chunks) for answer in answers),
             seconds=seconds,
@@ -83,17 +84,10 @@ class ShardMaker:
         requests = [Request(prompt.token_ids, prompt.seed) for prompt in prompts]
         return self._engine.answer(requests, self._recipe.data.sampling, self._on_step)
 
-    def _check(self, named: Sequence[NamedSequence]) -> dict[int, float]:
-        if self._is_checked:
-            return {}
-        self._is_checked = True
-        data, layers = self._recipe.data, self._recipe.drafter.target_layer_ids
-        reference = HookedTarget(self._recipe.target, layers)
-        return check_taps(named[: data.check_sequences], reference.compute_taps, layers, data.check_cosine)
-
-    def _write(self, number: int, named: Sequence[NamedSequence]) -> ShardEntry:
+    def _write(self, number: int, named: Sequence[NamedSequence], incomplete: int) -> ShardEntry:
         sequences, prompt_ids = [each.sequence for each in named], [each.name for each in named]
-        return write_shard_file(self._folder, number, sequences, prompt_ids)
+        entry = write_shard_file(self._folder, number, sequences, prompt_ids)
+        return entry.model_copy(update={"incomplete": incomplete})
 
 
 def count_pulse(answers: Sequence[Answer], temperature: float, *, is_chain: bool) -> Pulse:
@@ -110,12 +104,24 @@ def count_pulse(answers: Sequence[Answer], temperature: float, *, is_chain: bool
     )
 
 
+def is_whole(answer: Answer) -> bool:
+    """Its text and the states of it."""
+    return answer.hidden is not None
+
+
 def is_empty(answer: Answer) -> bool:
     """Nothing but the end of the turn."""
     return answer.finish_reason == "stop" and len(answer.token_ids) <= 1
 
 
+def count_accepted(answer: Answer) -> int:
+    """Drafts in it: each step after the prefill's adds a token of the target's own."""
+    return sum(size - 1 for size in answer.chunks[1:])
+
+
 def make_sequence(prompt: Rendered, answer: Answer) -> shards.Sequence:
+    """Of a whole answer."""
+    assert answer.hidden is not None
     token_ids = [*prompt.token_ids, *answer.token_ids]
     is_emitted = torch.arange(len(token_ids)) >= len(prompt.token_ids)
     return shards.Sequence(torch.tensor(token_ids, dtype=torch.int32), is_emitted, answer.hidden)

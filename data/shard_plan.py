@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from data.groups import Rendered, group_by_shard, render
 from data.prompts import load_prompts
 from data.rounds import share_shards
-from data.shards import MANIFEST_NAME, ShardWriter, check_file, shard_name
+from data.shards import MANIFEST_NAME, SPOOL_NAME, ShardWriter, check_file, shard_name
 from recipes.errors import UserError
 from recipes.footprint import DTYPE_BYTES, SEQUENCE_BYTES, tap_bytes
 from recipes.load import resolve_model
@@ -20,6 +20,7 @@ from recipes.schema import Data, Recipe, Rounds
 
 _WITHOUT_EFFECT = (
     "check_sequences",
+    "check_again",
     "check_cosine",
     "engines",
     "disk_gib",
@@ -43,7 +44,7 @@ class ShardPlan:
     @property
     def spool(self) -> Path:
         """Where captured states pass through, a folder for each engine."""
-        return self.folder / "spool"
+        return self.folder / SPOOL_NAME
 
     def find_missing(self) -> list[int]:
         """Numbers of the shards that are still to be made."""
@@ -56,9 +57,13 @@ class ShardPlan:
 
     def count_dropped(self) -> dict[str, int]:
         """Once every shard is there: reason -> prompts without a sequence."""
-        planned = sum(map(len, self.groups))
-        kept = sum(entry.sequences for entry in self.writer.manifest.shards)
-        return {"prompt_too_long": self.num_prompts - planned, "empty_answer": planned - kept}
+        planned, shards = sum(map(len, self.groups)), self.writer.manifest.shards
+        incomplete = sum(entry.incomplete for entry in shards)
+        return {
+            "prompt_too_long": self.num_prompts - planned,
+            "empty_answer": planned - sum(entry.sequences for entry in shards) - incomplete,
+            "incomplete": incomplete,
+        }
 
 
 def make_plan(recipe: Recipe) -> ShardPlan:

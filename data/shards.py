@@ -25,6 +25,8 @@ from recipes.manifest import ShardEntry, ShardManifest, read_manifest, write_jso
 from serve.tensor_file import TEMPORARY_SUFFIX, TensorParts, write_tensors
 
 MANIFEST_NAME = "manifest.json"
+SPOOL_NAME = "spool"
+"""Where states are on their way into a shard, below its folder; gone when a run ends."""
 
 
 @dataclass(frozen=True)

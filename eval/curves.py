@@ -1,38 +1,225 @@
-"""A report as points on TensorBoard's curves, beside those of the training that made the drafter."""
+"""Draws a run's curves from its TensorBoard files: what the engine accepts, and what regeneration costs.
 
-import time
-from collections.abc import Mapping
+    python eval/curves.py RUN_DIR [--out curves.svg]
+
+RUN_DIR is a recipe's output_dir after several rounds.  The same curves give the same file, byte by byte.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+import typer
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import Transform
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from typer import Option
 
-from eval.report import Report
+from recipes.errors import UserError, run_command
+
+Curve = Mapping[int, float]
+"""Optimizer step -> value, ascending."""
+
+WIDTH_PX, HEIGHT_PX = 900, 360
+INK, QUIET, FAINT = "#24292f", "#6e7781", "#d0d7de"
+TREE, CHAIN = "#0b62c4", "#c2571a"
+STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "draftsmith",  # ids in the file, which are drawn at random otherwise
+    "svg.fonttype": "path",
+    "font.family": "DejaVu Sans",  # comes with matplotlib
+    "font.size": 8.5,
+    "text.color": INK,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": QUIET,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9.5,
+    "axes.titlepad": 20,
+    "xtick.color": QUIET,
+    "ytick.color": QUIET,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "lines.markersize": 4.5,
+    "lines.linewidth": 1.6,
+}
+_LABEL_GAP = 0.06  # of an axis' height: labels nearer than that would touch
+_MOST_VALUES = 6  # beyond that many rounds their values would touch
 
 
-def curve_points(report: Report, simulated: float | None) -> dict[str, float]:
-    """Tag -> value, at the report's own temperature; `simulated` is training's acceptance length.
+@dataclass(frozen=True)
+class Curves:
+    """What is drawn of a run."""
 
-    Depths and gap are the chain's.
-    """
-    points = {"accept_real/chain": report.chain.acceptance_length}
-    for depth, share in enumerate(report.chain.accepted_by_depth, start=1):
-        points[f"accept_real/depth_{depth}"] = share
-    if report.tree is not None:
-        points["accept_real/tree"] = report.tree.acceptance_length
-    if simulated is not None:
-        points["accept_gap"] = simulated - report.chain.acceptance_length
-    points["time/measure_s"] = sum(report.seconds.values())
-    return points
+    simulated: Curve
+    """Of the chain, as training simulates it."""
+    chain: Curve
+    tree: Curve
+    tokens_per_step: Curve
+    """Of regeneration: a point where each round begins."""
 
 
-def write_curves(directory: Path, step: int, points: Mapping[str, float]) -> None:
-    """Appends one point per tag in a new event file, which TensorBoard merges with the run's others.
+TAGS = {
+    "simulated": "accept_sim/chain",
+    "chain": "accept_real/chain",
+    "tree": "accept_real/tree",
+    "tokens_per_step": "data/tokens_per_step",
+}
 
-    tensorboard's own writer, so that measuring needs no torch.
-    """
-    values = [Summary.Value(tag=tag, simple_value=value) for tag, value in points.items()]
-    writer = EventFileWriter(str(directory))
-    writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-    writer.close()
+
+def main(
+    run_dir: Annotated[Path, typer.Argument(help="A recipe's output_dir.")],
+    out: Annotated[Path | None, Option(help="The picture; left out: curves.svg in RUN_DIR.")] = None,
+) -> None:
+    """Draw acceptance over steps, and regeneration over rounds."""
+    path = out or run_dir / "curves.svg"
+    write_svg(draw(read_curves(run_dir)), path)
+    Console(soft_wrap=True, highlight=False).print(f"picture: {path}")
+
+
+def read_curves(run_dir: Path) -> Curves:
+    """Raises UserError for a folder without events, and names the curves that are missing."""
+    folder = run_dir / "tensorboard"
+    if not any(folder.glob("*tfevents*")):
+        raise UserError(f"{folder}: expected TensorBoard files, found none; give the output_dir of a run")
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    there = events.Tags()["scalars"]
+    missing = [tag for tag in TAGS.values() if tag not in there]
+    if missing:
+        raise UserError(
+            f"{folder}: expected the curves {', '.join(TAGS.values())}, found no {', '.join(missing)};"
+            " a recipe with rounds.count above 1, run to its end, writes them all"
+        )
+    # of two points at one step the last counts: a measurement may have been repeated
+    points = {name: {p.step: p.value for p in events.Scalars(tag)} for name, tag in TAGS.items()}
+    return Curves(**{name: dict(sorted(curve.items())) for name, curve in points.items()})
+
+
+def draw(curves: Curves) -> Figure:
+    with rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH_PX / 96, HEIGHT_PX / 96), facecolor="white")
+        # in shares of the figure; what is left on the right of an axis is for its labels
+        draw_acceptance(figure.add_axes((0.05, 0.15, 0.43, 0.69)), curves)
+        draw_regeneration(figure.add_axes((0.69, 0.15, 0.19, 0.69)), curves.tokens_per_step)
+        return figure
+
+
+def draw_acceptance(axes: Axes, curves: Curves) -> None:
+    axes.set_title("Tokens accepted a verification step")
+    axes.set_xlabel("optimizer steps", loc="left")
+    axes.plot(*_points(curves.simulated), color=CHAIN, linewidth=0.7, alpha=0.7)
+    for curve, color in ((curves.tree, TREE), (curves.chain, CHAIN)):
+        axes.plot(*_points(curve), color=color, marker="o", clip_on=False)
+    axes.set_xlim(0, max(max(curve) for curve in (curves.simulated, curves.chain, curves.tree)))
+    axes.set_ylim(bottom=1)  # plain decoding
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    _mark_rounds(axes, list(curves.tokens_per_step))
+    ends = ("trees", curves.tree, TREE), ("chain", curves.chain, CHAIN)
+    _name_ends(axes, [*ends, ("chain, simulated", curves.simulated, CHAIN)])
+
+
+def draw_regeneration(axes: Axes, tokens_per_step: Curve) -> None:
+    """Both curves begin near 1, where the first round decodes plainly."""
+    axes.set_title("Regeneration")
+    axes.set_xlabel("rounds", loc="left")
+    tokens = dict(enumerate(tokens_per_step.values(), start=1))
+    steps = {number: 1 / value for number, value in tokens.items()}
+    shown = tokens if len(tokens) <= _MOST_VALUES else (1, len(tokens))
+    for curve, color, up in ((steps, QUIET, -1), (tokens, INK, 1)):
+        axes.plot(*_points(curve), color=color, marker="o", clip_on=False)
+        for number in shown:
+            # aside where the curves part
+            place = Place((-7, 3 * up), "right") if number == 1 else Place((0, 6 * up), "center")
+            _write(axes, f"{curve[number]:.2f}", (number, curve[number]), place, color)
+    axes.set_ylim(bottom=0)
+    axes.set_xticks(list(tokens))
+    axes.set_yticks([])
+    _name_ends(axes, [("tokens a step", tokens, INK), ("steps a token", steps, QUIET)], with_value=False)
+
+
+def write_svg(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with rc_context(STYLE):
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+
+
+def _points(curve: Curve) -> tuple[list[int], list[float]]:
+    return list(curve), list(curve.values())
+
+
+def _mark_rounds(axes: Axes, starts: Sequence[int]) -> None:
+    over_axis = axes.get_xaxis_transform()
+    _write(axes, "round", (0, 1), Place((-4, 4), "right"), QUIET, over_axis)
+    for number, start in enumerate(starts, start=1):
+        _write(axes, f"{number}", (start, 1), Place((0, 4), "left"), QUIET, over_axis)
+        if start:
+            axes.axvline(start, color=FAINT, linewidth=0.8, zorder=0)
+
+
+def _name_ends(axes: Axes, curves: Sequence[tuple[str, Curve, str]], *, with_value: bool = True) -> None:
+    """A curve's name (and last value) beside its last point, in its color."""
+    bottom, top = axes.get_ylim()
+    lasts = [list(curve.values())[-1] for _, curve, _ in curves]
+    heights = spread([(last - bottom) / (top - bottom) for last in lasts], _LABEL_GAP)
+    for (name, _, color), last, height in zip(curves, lasts, heights, strict=True):
+        text = f"{name}  {last:.2f}" if with_value else name
+        _write(axes, text, (1, height), Place((10, 0), "left"), color, axes.transAxes)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a text stands beside its point: above it, below it, or at its height."""
+
+    offset: tuple[float, float]
+    """In points of 1/72 inch."""
+    side: Literal["left", "center", "right"]
+    """Of the text, that is nearest."""
+
+
+def _write(
+    axes: Axes,
+    text: str,
+    point: tuple[float, float],
+    place: Place,
+    color: str,
+    where: Transform | None = None,
+) -> None:
+    """`point` is in `where`'s coordinates, the data's if there is none."""
+    up = place.offset[1]
+    axes.annotate(
+        text,
+        point,
+        place.offset,
+        xycoords=where or axes.transData,
+        textcoords="offset points",
+        color=color,
+        ha=place.side,
+        va="bottom" if up > 0 else "top" if up < 0 else "center",
+    )
+
+
+def spread(heights: Sequence[float], gap: float) -> list[float]:
+    """The same in the same order, moved apart as little as leaves `gap` between any two."""
+    order = sorted(range(len(heights)), key=lambda index: heights[index])
+    clusters: list[tuple[float, int]] = []  # height of the lowest, members: each `gap` above the last
+    for index in order:
+        first, size = heights[index], 1
+        while clusters and clusters[-1][0] + clusters[-1][1] * gap > first:
+            before, count = clusters.pop()
+            first = (before * count + (first - count * gap) * size) / (count + size)
+            size += count
+        clusters.append((first, size))
+    placed = [first + place * gap for first, size in clusters for place in range(size)]
+    return [height for _, height in sorted(zip(order, placed, strict=True))]
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    run_command(app)

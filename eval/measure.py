@@ -18,8 +18,8 @@ from rich.console import Console
 from typer import Option
 
 from eval.compose import ChainRun, PlainRun, TreeRun, compose_report, log_path
-from eval.curves import curve_points, write_curves
 from eval.job import Job, Options, make_job
+from eval.points import curve_points, write_curves
 from eval.progress import Phases, show_phases
 from eval.report import Report, write_report
 from eval.served import (

@@ -1,6 +1,6 @@
 """report.json, schema version 1: what a measurement found, with all it takes to repeat it.
 
-Written whole or not at all.  `eval/measure.py` makes it; `eval/table.py` and `eval/curves.py` show it.
+Written whole or not at all.  `eval/measure.py` makes it; `eval/table.py` and `eval/points.py` show it.
 """
 
 from pathlib import Path

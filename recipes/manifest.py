@@ -71,6 +71,8 @@ class ShardEntry(Record):
     sequences: Count
     tokens: Count
     supervised_tokens: Count
+    incomplete: Count = 0
+    """Answers left out since the engine gave them up or their states were not all captured."""
     round: Count = 0
     """Of the loop, in which it was made."""
     is_consumed: bool = False
@@ -109,6 +111,20 @@ class Pulse(Record):
         return self.committed_tokens / self.steps
 
 
+class Captured(Record):
+    """What the shards of a round hold, whichever run made them."""
+
+    sequences: Count
+    tokens: Count
+    """Of the prompts and of the answers."""
+    shard_bytes: Count
+    """Of their files."""
+    dropped: dict[str, Count]
+    """Reason -> prompts without a sequence; those too long for any round are counted with the first."""
+    least_cosine: float | None
+    """Of a captured state with the one it was checked against, in this run; None where none was checked."""
+
+
 class RoundManifest(Record):
     """rounds/round-N.json: what the data phase of a round did; written once all its shards are there."""
 
@@ -124,6 +140,12 @@ class RoundManifest(Record):
     """Of generating, all engines together."""
     num_engines: Count
     """Zero where every shard was there already."""
+    captured: Captured | None = None
+    """None in the reports of earlier versions, which say no times either."""
+    swap_seconds: float | None = None
+    """Of swapping the drafter into running engines; None where engines were started with it, or without."""
+    pulse_seconds: float | None = None
+    """Of all pulses, and of the start of engines that were started for them; None where none was taken."""
 
     @property
     def tokens_per_step(self) -> float:

@@ -109,9 +109,13 @@ class Data(Section):
     policy: Policy = "keep"
     """Of shards. keep: all stay, a round trains on earlier ones too. rolling: the next round deletes them."""
     check_sequences: Natural = 8
-    """Sequences of each engine whose taps are compared with forward hooks on the transformers model."""
+    """Sequences of each engine's first shard, and of its first after a swap, whose taps are compared with
+    forward hooks on the transformers model."""
+    check_again: Natural = 4
+    """Sequences of each shard whose taps are compared with those of a prefill of the same tokens in the same
+    engine; drawn by lot, an accepted draft being a lot."""
     check_cosine: Share = 0.999
-    """The least cosine that a token's tap may have in that comparison."""
+    """The least cosine that a token's tap may have in these comparisons."""
 
 
 class Optimizer(Section):

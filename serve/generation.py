@@ -1,9 +1,10 @@
 """The target in this process, generating with capture: token ids in, the target's text and tap states out.
 
-With a drafter the same text takes fewer steps; another drafter may take its place between two calls.
+Given texts are read: prefilled, for their tap states alone.  With a drafter an answer takes fewer steps;
+another drafter may take its place between two calls.
 
 The environment must be the engine's (`serve.engine.child_environment`) before an engine starts: vLLM reads it
-when it is imported.  Called by data/regenerate.py.
+when it is imported.  Called by data/shard_maker.py.
 """
 
 import os
@@ -38,8 +39,11 @@ class Answer:
     """What it emitted, the end-of-turn token included."""
     finish_reason: str
     """As vLLM says it: "stop" or "length"."""
-    hidden: torch.Tensor
-    """[prompt + emitted - 1, taps x hidden size]: the tap states of every token but the last."""
+    hidden: torch.Tensor | None
+    """[prompt + emitted - 1, taps x hidden size]: the tap states of every token but the last.
+
+    None where that is not whole: the engine gave the request up, or some states were never captured.
+    """
     chunks: Sequence[int]
     """Tokens that each step of the engine gave it: one of the prefill, then what was verified."""
 
@@ -53,6 +57,8 @@ class Drafting:
     """Nodes of a tree; None: the chain."""
 
 
+WHOLE_ENDS = ("stop", "length")
+"""Finish reasons of an answer that ended by itself; vLLM's others are "abort", "error" and "repetition"."""
 OnStep = Callable[[int, int], None]
 """Called after each step of an engine with its new tokens and finished answers."""
 
@@ -89,15 +95,32 @@ class CapturingEngine:
     ) -> list[Answer]:
         """Answers all requests together, in their order.  is_chain: with chains in place of trees."""
         options = {"extra_args": CHAIN_REQUEST} if is_chain else {}
-        for number, request in enumerate(requests):
-            prompt = {"prompt_token_ids": list(request.token_ids)}
-            self._engine.add_request(str(number), prompt, _sampling_params(sampling, request.seed, options))
-        chunks: list[list[int]] = [[] for _ in requests]
+        jobs = [
+            (request.token_ids, _sampling_params(sampling, request.seed, options)) for request in requests
+        ]
+        return self._generate(jobs, on_step)
+
+    def read(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor | None]:
+        """The tap states of given texts: of each [its tokens - 1, taps x hidden size], as `Answer.hidden`.
+
+        Prefilled together, also where the engine drafts; what it samples after a text is kept nowhere.  A
+        text has at least two tokens, at most the engine's max_model_len.
+        """
+        # the last token has no row, and without it the longest text leaves room for the one that is sampled
+        one_token = _sampling_params(Sampling(max_tokens=1), 0, {})
+        answers = self._generate([(text[:-1], one_token) for text in texts], lambda *_: None)
+        return [answer.hidden for answer in answers]
+
+    def _generate(self, jobs: Sequence[tuple[Sequence[int], Any]], on_step: OnStep) -> list[Answer]:
+        """Answers to prompts, each with its sampling parameters."""
+        for number, (prompt, params) in enumerate(jobs):
+            self._engine.add_request(str(number), {"prompt_token_ids": list(prompt)}, params)
+        chunks: list[list[int]] = [[] for _ in jobs]
         outputs = {int(output.request_id): output.outputs[0] for output in self._run(chunks, on_step)}
         self._call_workers("flush_capture")
         return [
-            self._collect(number, request, outputs[number], chunks[number])
-            for number, request in enumerate(requests)
+            self._collect(number, prompt, outputs[number], chunks[number])
+            for number, (prompt, _) in enumerate(jobs)
         ]
 
     def _run(self, chunks: list[list[int]], on_step: OnStep) -> Iterator[Any]:
@@ -115,14 +138,22 @@ class CapturingEngine:
             on_step(new_tokens, len(finished))
             yield from finished
 
-    def _collect(self, number: int, request: Request, output: Any, chunks: Sequence[int]) -> Answer:
+    def _collect(self, number: int, prompt: Sequence[int], output: Any, chunks: Sequence[int]) -> Answer:
+        text = [*prompt, *output.token_ids]
+        hidden = self._take_states(number, text)
+        is_whole = output.finish_reason in WHOLE_ENDS and hidden is not None
+        return Answer(list(output.token_ids), output.finish_reason, hidden if is_whole else None, chunks)
+
+    def _take_states(self, number: int, text: Sequence[int]) -> torch.Tensor | None:
         """Cuts the captured rows to the text: the engine may have computed its last token, or beyond it."""
-        text = [*request.token_ids, *output.token_ids]
+        path, rows = spool_path(self._spool, str(number)), len(text) - 1
+        if not path.exists():
+            return None  # it never ran
         hidden, token_ids = read_spooled(self._spool, str(number))
-        spool_path(self._spool, str(number)).unlink()
-        rows = len(text) - 1
-        assert token_ids[:rows].tolist() == text[:rows], f"request {number}: its states are of another text"
-        return Answer(list(output.token_ids), output.finish_reason, hidden[:rows], chunks)
+        path.unlink()
+        of_text = token_ids[:rows].tolist()
+        assert of_text == text[: len(of_text)], f"request {number}: its states are of another text"
+        return hidden[:rows] if len(hidden) >= rows else None
 
     def _call_workers(self, method: str, *arguments: str) -> list[Any]:
         try:

@@ -17,7 +17,8 @@ EMBEDDED_TARGET = REPOSITORY / "recipes" / "embedded" / "target"
 
 
 def tiny_recipe(*overrides: str) -> Recipe:
-    return load_recipe(TINY_RECIPE, overrides)
+    """The demo's, in one round unless an override says otherwise."""
+    return load_recipe(TINY_RECIPE, ["rounds.count=1", "rounds.first_share=null", *overrides])
 
 
 def tiny_config() -> dict[str, Any]:

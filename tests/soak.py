@@ -43,7 +43,8 @@ BLOCKS = {"hybrid": 40, "dense": 72}  # not enough for all requests at their lon
 LOUD_TOKENS = (40, 41, 42, 43)  # A to D, where there is a tokenizer
 FIRST_TOKEN = 10  # of random prompts; those before have meanings
 _AT_ODDS = {  # together they may leave no token at all
-    "structured_outputs": ["allowed_token_ids", "bad_words"],
+    # vLLM's grammars allow no stop token where the text may not end
+    "structured_outputs": ["allowed_token_ids", "bad_words", "stop_token_ids", "min_tokens"],
     "allowed_token_ids": ["bad_words", "stop_token_ids", "min_tokens"],
 }
 LEAST_ACCEPTED = 0.3  # drafts a verification: fewer would not be a test of trees

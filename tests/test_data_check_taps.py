@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from data.check_taps import HookedTarget, NamedSequence, check_taps
+from data.check_taps import NamedSequence, check_taps
+from data.hooked_target import HookedTarget
 from data.shards import Sequence
 from recipes.errors import MachineError
 from recipes.schema import Target
@@ -34,8 +35,8 @@ def with_hidden(named: NamedSequence, hidden: torch.Tensor) -> NamedSequence:
     return NamedSequence(named.name, replace(named.sequence, hidden=hidden))
 
 
-def check(named: NamedSequence, reference: HookedTarget) -> dict[int, float]:
-    return check_taps([named], reference.compute_taps, LAYERS, 0.999)
+def check(named: NamedSequence, expected: torch.Tensor) -> dict[int, float]:
+    return check_taps([named], [expected], "the reference's", LAYERS, 0.999)
 
 
 def test_the_hooks_see_the_layers_outputs(right):
@@ -46,49 +47,51 @@ def test_the_hooks_see_the_layers_outputs(right):
     assert torch.equal(right.sequence.hidden, expected)
 
 
-def test_right_states_pass_and_their_cosines_are_told(right, reference):
-    least = check(right, reference)
+def test_right_states_pass_and_their_cosines_are_told(right):
+    least = check(right, right.sequence.hidden)
     assert list(least) == LAYERS
     assert min(least.values()) > 0.99999
 
 
 @pytest.mark.parametrize("shift", [1, -1])
-def test_taps_of_a_neighbouring_layer_fail(right, reference, shift):
+def test_taps_of_a_neighbouring_layer_fail(right, shift):
     shifted = HookedTarget(TARGET, [LAYERS[0], LAYERS[1] + shift, LAYERS[2]])
     wrong = with_hidden(right, shifted.compute_taps(right.sequence.token_ids)[:-1])
-    with pytest.raises(MachineError, match=r"after layer 3, sequence p7, position \d+"):
-        check(wrong, reference)
+    with pytest.raises(
+        MachineError, match=r"not the reference's: .* after layer 3, sequence p7, position \d+"
+    ):
+        check(wrong, right.sequence.hidden)
 
 
 @pytest.mark.parametrize("shift", [1, -1])
-def test_rows_shifted_by_one_fail(right, reference, shift):
+def test_rows_shifted_by_one_fail(right, shift):
+    states = right.sequence.hidden
     with pytest.raises(MachineError, match="after layer 1, sequence p7"):
-        check(with_hidden(right, right.sequence.hidden.roll(shift, dims=0)), reference)
+        check(with_hidden(right, states.roll(shift, dims=0)), states)
 
 
-def test_swapped_taps_fail(right, reference):
-    swapped = right.sequence.hidden.unflatten(-1, (3, HIDDEN))[:, [1, 0, 2]].flatten(1)
+def test_swapped_taps_fail(right):
+    states = right.sequence.hidden
+    swapped = states.unflatten(-1, (3, HIDDEN))[:, [1, 0, 2]].flatten(1)
     with pytest.raises(MachineError, match="after layer 1"):
-        check(with_hidden(right, swapped), reference)
+        check(with_hidden(right, swapped), states)
 
 
-def test_one_zero_row_of_one_tap_fails_and_is_named(right, reference):
+def test_one_zero_row_of_one_tap_fails_and_is_named(right):
     hidden = right.sequence.hidden.clone()
     hidden[17, 2 * HIDDEN :] = 0
     with pytest.raises(
         MachineError, match=r"cosine 0\.000000 at the tap after layer 5, sequence p7, position 17"
     ):
-        check(with_hidden(right, hidden), reference)
+        check(with_hidden(right, hidden), right.sequence.hidden)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_state_that_is_not_finite_fails_and_is_named(right, reference, value):
+def test_a_row_that_is_zero_in_both_passes(right):
     hidden = right.sequence.hidden.clone()
-    hidden[4, 9] = value
-    with pytest.raises(MachineError, match="not finite: sequence p7, position 4"):
-        check(with_hidden(right, hidden), reference)
+    hidden[:2] = 0
+    assert min(check(with_hidden(right, hidden), hidden).values()) > 0.99999
 
 
 def test_states_of_the_last_token_are_one_row_too_many(right, reference):
     with pytest.raises(AssertionError, match="p7"):
-        check(with_hidden(right, reference.compute_taps(right.sequence.token_ids)), reference)
+        check(right, reference.compute_taps(right.sequence.token_ids))

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.filling import fill_shards
 from data.prompts import load_prompts
+from data.rounds import read_round
 from data.shard_plan import make_plan
 from data.shards import MANIFEST_NAME, Sequence, Shards, open_shards, shard_name
 from recipes.errors import UserError
@@ -28,6 +29,8 @@ from tests.drafters import EMBEDDED_TARGET, TINY_RECIPE
 REPOSITORY = Path(__file__).parent.parent
 pytestmark = pytest.mark.engine
 SETTINGS: dict[str, Any] = {
+    "rounds.count": 1,
+    "rounds.first_share": "null",
     "data.num_prompts": 12,
     "data.shard_tokens": 200,
     "data.max_prompt_tokens": 60,
@@ -126,6 +129,18 @@ def test_the_states_are_the_transformers_models(sequences):
         found = sequence.hidden.unflatten(-1, (3, -1))
         assert found.shape == expected.shape
         assert torch.cosine_similarity(found.float(), expected.float(), dim=-1).min() > 0.999
+
+
+def test_the_only_round_is_reported(run, shards):
+    report, entries = read_round(run, 0), shards.manifest.shards
+    assert report.tokens_per_step == 1
+    assert report.captured.sequences == len(shards)
+    assert report.captured.tokens == sum(entry.tokens for entry in entries)
+    assert report.captured.shard_bytes == sum(
+        (run / "shards" / entry.file).stat().st_size for entry in entries
+    )
+    assert report.captured.dropped == shards.manifest.dropped
+    assert report.captured.least_cosine > 0.999
 
 
 def test_a_finished_run_has_nothing_to_do(run):

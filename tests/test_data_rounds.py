@@ -1,5 +1,7 @@
 """data/rounds.py and data/host.py: who makes what in which round, and that nothing is done twice."""
 
+import itertools
+from collections.abc import Iterable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -8,9 +10,11 @@ import torch
 
 from data import host
 from data.engines import Measurement
+from data.filling import Tally, count_captured
 from data.host import Fleet, Order, take_pulses, take_round
-from data.rounds import of_round, read_round, share_shards
+from data.rounds import check_shares, of_round, read_round, share_shards
 from data.shard_maker import count_pulse
+from data.shards import shard_name
 from recipes.errors import UserError
 from recipes.manifest import Pulse, ShardEntry, ShardManifest
 from recipes.schema import Rounds
@@ -32,6 +36,12 @@ from tests.drafters import tiny_recipe
 def test_every_shard_is_of_one_round(num_shards, rounds, expected):
     shares = share_shards(num_shards, rounds)
     assert [(share.start, share.stop) for share in shares] == expected
+
+
+def test_a_round_without_data_is_a_mistake():
+    check_shares(3, Rounds(count=3))
+    with pytest.raises(UserError, match=r"2 shards, shared out as 1, 0, 1: round 2 would have none; lower"):
+        check_shares(2, Rounds(count=3))
 
 
 def answers(*chunks: list[int]) -> list[Answer]:
@@ -66,20 +76,34 @@ def test_a_round_trains_on_shards_that_are_there(policy, files):
 class Writer:
     def __init__(self) -> None:
         self.consumed: list[int] = []
+        self.manifest = ShardManifest.model_construct(shards=[])
 
     def consume_before(self, number: int) -> None:
         self.consumed.append(number)
 
 
 class Plan:
-    """Six shards, of which some are there."""
+    """Six shards of three prompts, of which some are there; another five prompts were too long."""
 
     def __init__(self, folder: Path, there: set[int], *overrides: str) -> None:
         self.recipe = tiny_recipe(f"output_dir={folder}", "rounds.count=3", "rounds.budget=7", *overrides)
         self.writer = Writer()
-        self.groups = [[f"prompt {number}"] for number in range(6)]
+        self.groups = [[f"prompt {number}"] * 3 for number in range(6)]
+        self.num_prompts = 6 * 3 + 5
         self.folder, self.spool = folder / "shards", folder / "spool"
-        self.there, self.is_finished = there, False
+        self.folder.mkdir()
+        self.there: set[int] = set()
+        self.is_finished = False
+        self.write(there)
+
+    def write(self, numbers: Iterable[int]) -> None:
+        """Of the three answers of each, one was empty and one was cut off."""
+        self.there |= set(numbers)
+        for number in numbers:
+            name = shard_name(number)
+            (self.folder / name).write_bytes(b"states")
+            made = {"sequences": 1, "tokens": 10, "supervised_tokens": 5, "incomplete": 1}
+            self.writer.manifest.shards.append(ShardEntry(file=name, sha256="0" * 64, **made))
 
     def find_missing(self) -> list[int]:
         return [number for number in range(6) if number not in self.there]
@@ -100,7 +124,7 @@ def done(monkeypatch) -> list[object]:
         happened.append("stop")
 
     def make_shards(plan, engines, numbers, tally, of_round):
-        plan.there |= set(numbers)
+        plan.write(numbers)
         happened.append(("make", list(numbers), of_round))
 
     monkeypatch.setattr(host, "is_cuda", lambda: False)
@@ -127,6 +151,28 @@ def test_plain_engines_give_way_to_drafting_ones_which_swap(tmp_path, done):
     ]
     assert plan.is_finished
     assert [read_round(tmp_path, number).checkpoint for number in range(3)] == [None, "c/1", "c/2"]
+
+
+def test_a_round_says_what_its_shards_hold_whoever_made_them(tmp_path, done):
+    take(Plan(tmp_path, there={0, 2}), (0, None), (1, "c/1"))
+    first, second = (read_round(tmp_path, number).captured for number in range(2))
+    assert (first.sequences, first.tokens, first.shard_bytes) == (2, 20, 12)
+    assert first.dropped == {"prompt_too_long": 5, "empty_answer": 2, "incomplete": 2}
+    assert second.dropped == {"prompt_too_long": 0, "empty_answer": 2, "incomplete": 2}
+    assert first.least_cosine is None
+
+
+def test_the_least_cosine_of_a_round_is_that_of_any_layer(tmp_path):
+    tally = Tally(least_cosines={2: 0.9995, 4: 0.9991})
+    assert count_captured(Plan(tmp_path, there={0, 1}), 0, tally).least_cosine == 0.9991
+
+
+def test_pulses_and_swaps_are_timed_where_there_are_any(tmp_path, done, monkeypatch):
+    ticks = itertools.count(0.0, 2.0)
+    monkeypatch.setattr(host.time, "monotonic", lambda: next(ticks))
+    take(Plan(tmp_path, there=set()), (0, None), (1, "c/1"), (2, "c/2"))
+    reports = [read_round(tmp_path, number) for number in range(3)]
+    assert [(each.swap_seconds, each.pulse_seconds) for each in reports] == [(None, None), (None, 2), (2, 2)]
 
 
 @pytest.mark.parametrize(("policy", "consumed"), [("keep", []), ("rolling", [0, 1, 2])])

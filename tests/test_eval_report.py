@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from eval.curves import curve_points, write_curves
+from eval.points import curve_points, write_curves
 from eval.report import (
     AtTemperature,
     Decoding,
@@ -23,6 +23,8 @@ from eval.report import (
     write_report,
 )
 from eval.table import draw_bar, print_report
+from recipes.manifest import Pulse, RoundManifest
+from train import pulse
 
 DESIGN_FIELDS = [
     "schema_version",
@@ -287,6 +289,24 @@ def test_curves_hold_acceptance_depths_time_and_gap_at_their_step(tmp_path):
 def test_a_tree_has_a_curve_of_its_own_and_depths_and_gap_stay_the_chains():
     with_tree, without = (curve_points(shown, simulated=3.0) for shown in (tree_report(), report()))
     assert with_tree == without | {"accept_real/tree": 3.0}
+
+
+def test_a_report_goes_on_with_the_curves_of_the_pulses():
+    pulses = [
+        Pulse(temperature=0.0, is_chain=is_chain, steps=2, committed_tokens=4, reached=[2])
+        for is_chain in (True, False)
+    ]
+    begun = RoundManifest(
+        round=1,
+        checkpoint="c",
+        pulses=pulses,
+        emitted_tokens=0,
+        request_steps=0,
+        engine_seconds=0.0,
+        num_engines=0,
+    )
+    tags = {tag for tag, _ in pulse.curve_points(begun, simulated=3.0, num_drafts=2)}
+    assert tags == curve_points(tree_report(), simulated=3.0).keys() - {"time/measure_s"}
 
 
 def test_there_is_no_gap_without_a_simulated_length():

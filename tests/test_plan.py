@@ -496,7 +496,7 @@ def test_engines_and_ranks_that_do_not_go_into_the_gpus_are_told(overrides, word
 def test_hours_are_told_where_a_rate_is_and_tokens_where_none_is(flagship, tiny):
     regenerate, train = durations(tiny)
     assert regenerate.hours == pytest.approx(6200 * 48 / 2270 / 3600)
-    assert train.hours == pytest.approx(2100 * 16 * 240 / 2600 / 3600)
+    assert train.hours == pytest.approx(1750 * 16 * 240 / 2600 / 3600)
     assert [each.hours for each in durations(flagship)] == [None, None]
     assert "204,800,000" in durations(flagship)[0].formula
 

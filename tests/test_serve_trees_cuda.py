@@ -12,7 +12,7 @@ import torch
 from test_serve_trees import SHORT_PROMPTS, SHORT_TOKENS, mean_accepted, num_cut, num_off_spine, right_path
 from test_serve_trees_bf16 import GRAPHS, gaps
 from tree_probe import run_engines
-from tree_rounds import Control, Round, Spec, Told
+from tree_rounds import Control, Round, Spec, Told, Verified
 from tree_targets import Case, write_dense_case, write_hybrid_case
 
 pytestmark = [
@@ -39,6 +39,16 @@ class Ran:
     prompts: list[list[int]]
     plain: Told
     engines: dict[str, dict[str, Told]]
+
+    def on_the_way(self, told: Told) -> list[Verified]:
+        """Verifications before a text parted from plain decoding's, after which the oracle knows nothing."""
+        texts = [[*prompt, *text] for prompt, text in zip(self.prompts, self.plain.texts, strict=True)]
+        own = [[*prompt, *text] for prompt, text in zip(self.prompts, told.texts, strict=False)]
+        return [
+            each
+            for each in told.verified
+            if own[each.request][: each.length] == texts[each.request][: each.length]
+        ]
 
     def gaps(self, told: Told, num_tokens: int = MAX_TOKENS) -> list[float]:
         """Of plain decoding's first two tokens, where texts part from it."""
@@ -132,8 +142,10 @@ def test_what_is_accepted_is_the_path_of_the_text(ran, engine):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_side_branches_are_accepted(ran, engine):
     told = ran.engines[engine]["greedy"]
-    assert mean_accepted(told) > 2
-    assert num_off_spine(told) > len(told.verified) / 3
+    known = Told(verified=ran.on_the_way(told))
+    print(f"{ran.kind}, {engine}: {mean_accepted(known):.2f} accepted in {len(known.verified)} verifications")
+    assert mean_accepted(known) > 2
+    assert num_off_spine(known) > len(known.verified) / 3
 
 
 def test_prompts_were_computed_in_chunks_beside_trees_and_trees_were_cut(ran):
@@ -159,11 +171,12 @@ def test_leaving_out_the_permutation_of_tap_states_spoils_the_drafters_cache_alo
 
 
 def test_leaving_a_part_out_spoils_the_caches_and_changes_the_text(ran):
+    unbroken = worst_of(ran.engines["graphs"]["greedy"], "target")
     for control in CONTROLS[ran.kind]:
         told = ran.engines["graphs"][control]
         found, worst = ran.gaps(told, SPOILT_TOKENS), worst_of(told, "target")
         print(f"{ran.kind}, {control}: the target's caches are off by {worst:.4f}, gaps {sorted(found)}")
-        assert worst > 5 * ROUNDING[ran.kind]
+        assert worst > 5 * unbroken
         assert found
 
 

@@ -6,8 +6,9 @@ import sys
 import pytest
 from drafters import tiny_recipe
 from small_training import small_recipe, write_shards, write_target
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from data.rounds import round_path
+from data.rounds import round_path, write_round
 from recipes.errors import MachineError, UserError
 from recipes.manifest import RoundManifest, ShardManifest, read_manifest, write_json
 from train import distill
@@ -98,6 +99,33 @@ def test_a_round_that_an_earlier_run_made_is_neither_made_nor_judged_again(tmp_p
     write_json(round_path(tmp_path, 1), report)
     monkeypatch.setattr(distill, "check_gap", None)
     distill.regenerate(recipe, None, None, Round(1, range(3, 5)), Distilled(tmp_path, 9, 5.0))
+
+
+def test_the_only_round_is_drawn_once_whoever_made_its_shards(tmp_path):
+    recipe = small_recipe(tmp_path / "run", write_target(tmp_path / "target"))
+    write_shards(recipe, num_sequences=4)
+    report = RoundManifest(
+        round=0,
+        checkpoint=None,
+        pulses=[],
+        emitted_tokens=8,
+        request_steps=4,
+        engine_seconds=2,
+        num_engines=1,
+    )
+    write_round(recipe.output_dir, report)
+    for _ in range(2):
+        distill.regenerate(recipe, None, None, Round(0, range(12)), None)
+    events = EventAccumulator(str(recipe.output_dir / "tensorboard")).Reload()
+    assert [(point.step, point.value) for point in events.Scalars("time/generate_s")] == [(0, 2.0)]
+
+
+def test_the_recipe_is_shown_beside_the_results_and_in_tensorboard(tmp_path):
+    recipe = tiny_recipe(f"output_dir={tmp_path}")
+    distill.show(recipe)
+    assert (tmp_path / "recipe.yaml").exists()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert "recipe/text_summary" in events.Tags()["tensors"]
 
 
 def shards_of(tmp_path) -> tuple:

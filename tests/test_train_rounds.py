@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 from drafters import tiny_recipe
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from recipes.errors import MachineError, UserError
-from recipes.manifest import Pulse, RoundManifest
+from recipes.manifest import Captured, Pulse, RoundManifest
 from train import rounds
-from train.pulse import check_gap, curve_points, describe
-from train.rounds import DataPhase, plan_rounds
+from train.loop import Distilled
+from train.pulse import check_gap, curve_points, describe, draw_round, is_drawn
+from train.rounds import DataPhase, Round, plan_rounds
 
 
 @pytest.mark.parametrize(
@@ -126,16 +128,64 @@ def report(*pulses: tuple[float, bool, int, int]) -> RoundManifest:
 
 def test_curves_show_the_first_temperature():
     said = report((0.0, True, 10, 20), (0.0, False, 10, 30), (0.7, True, 10, 11))
-    points = dict(curve_points(said, simulated=2.5))
+    points = dict(curve_points(said, simulated=2.5, num_drafts=2))
     assert (points["accept_real/chain"], points["accept_real/tree"]) == (2.0, 3.0)
-    assert points["accept_real/depth_1"] == 0.5
+    assert (points["accept_real/depth_1"], points["accept_real/depth_2"]) == (0.5, 0.0)
+    assert "accept_real/depth_3" not in points
     assert points["accept_gap"] == 0.5
     assert (points["data/tokens_per_step"], points["data/tokens_per_second"]) == (3.0, 150.0)
     assert describe(said).startswith("the engine accepts chain 2.00 (T = 0), trees 3.00 (T = 0), chain 1.10")
 
 
+CAPTURED = Captured(
+    sequences=90,
+    tokens=4000,
+    shard_bytes=3 * 2**29,
+    dropped={"empty_answer": 2, "incomplete": 1},
+    least_cosine=0.5,
+)
+
+
+def test_curves_tell_what_was_captured_and_how_long_it_took():
+    times = {"captured": CAPTURED, "swap_seconds": 0.25, "pulse_seconds": 3.0}
+    before, after = (
+        dict(curve_points(said, None, 7)) for said in (report(), report().model_copy(update=times))
+    )
+    assert {tag: value for tag, value in after.items() if tag not in before} == {
+        "capture/sequences": 90,
+        "capture/tokens": 4000,
+        "capture/gib": 1.5,
+        "capture/dropped": 3,
+        "capture/dropped_empty_answer": 2,
+        "capture/dropped_incomplete": 1,
+        "capture/least_cosine": 0.5,
+        "time/swap_s": 0.25,
+        "time/pulse_s": 3.0,
+    }
+    assert before["time/generate_s"] == 2.0
+
+
+def test_states_that_nobody_compared_have_no_cosine():
+    unchecked = CAPTURED.model_copy(update={"least_cosine": None})
+    assert "capture/least_cosine" not in dict(
+        curve_points(report().model_copy(update={"captured": unchecked}), None, 7)
+    )
+
+
+def test_a_rounds_points_stand_at_the_step_it_begins_with(tmp_path):
+    assert not is_drawn(tmp_path)
+    said = report((0.0, True, 10, 20), (0.0, False, 10, 30))
+    recipe = tiny_recipe(f"output_dir={tmp_path}")
+    draw_round(said, Round(1, range(40, 80)), Distilled(tmp_path, 40, 2.5), recipe)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert {tag: [point.step for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]} == {
+        tag: [40] for tag, _ in curve_points(said, simulated=2.5, num_drafts=7)
+    }
+    assert is_drawn(tmp_path)
+
+
 def test_a_first_round_has_no_acceptance():
-    points = dict(curve_points(report(), simulated=None))
+    points = dict(curve_points(report(), simulated=None, num_drafts=7))
     assert not [tag for tag in points if tag.startswith("accept")]
 
 

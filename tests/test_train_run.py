@@ -118,8 +118,11 @@ def test_every_curve_is_there(straight):
     depths = [f"accept_sim/depth_{depth}" for depth in (1, 2, 3)]
     assert set(events.Tags()["scalars"]) == {
         *("loss/train", "accept_sim/chain", *depths, "train/learning_rate", "train/grad_norm"),
-        *("time/step_s", "data/wait_s"),
+        *("time/step_s", "time/train_s", "data/wait_s"),
     }
+    (whole,) = events.Scalars("time/train_s")
+    assert whole.step == STEPS
+    assert whole.value > sum(point.value for point in events.Scalars("time/step_s"))
 
 
 def test_a_finished_run_is_left_as_it_is(straight):

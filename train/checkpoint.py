@@ -51,7 +51,7 @@ def publish(
     write_json(temporary / MANIFEST_NAME, manifest)
     write_text(temporary / "README.md", _model_card(config, manifest))
     settle(temporary, final)
-    _point_latest_at(final)
+    point_latest_at(final)
     return final
 
 
@@ -66,7 +66,7 @@ def settle(temporary: Path, final: Path) -> None:
     sync_path(final.parent)
 
 
-def _point_latest_at(checkpoint: Path) -> None:
+def point_latest_at(checkpoint: Path) -> None:
     link = checkpoint.with_name(f".{LATEST}.tmp")
     link.unlink(missing_ok=True)
     link.symlink_to(checkpoint.name)
@@ -94,10 +94,13 @@ def published_steps(folder: Path) -> list[int]:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints, and what an interrupted `publish` left."""
-    old = [folder / f"{PREFIX}{step}" for step in published_steps(folder)[:-keep]]
-    for path in [*old, *folder.glob(f".{PREFIX}*.tmp")]:
+    """Removes all but the newest `keep` checkpoints, and what an interrupted `publish` or `prune` left."""
+    for path in folder.glob(f".{PREFIX}*.tmp"):
         shutil.rmtree(path)
+    for step in published_steps(folder)[:-keep]:
+        nameless = folder / f".{PREFIX}{step}.tmp"
+        (folder / f"{PREFIX}{step}").rename(nameless)  # or half of it might be taken for a checkpoint
+        shutil.rmtree(nameless)
 
 
 def load_published(ckpt: Path) -> DFlashDrafter:

@@ -7,6 +7,7 @@ The engine runs in child processes, whose environment knows nothing of the launc
 """
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,11 +24,14 @@ from recipes.plan import check_plan
 from recipes.schema import Recipe
 from serve.engine import child_environment
 from train.loop import Distillation, Distilled, check_split, drafter_config
-from train.pulse import check_gap, show_round
+from train.pulse import check_gap, draw_round, is_drawn, show_round
 from train.ranks import Ranks, joined_ranks
+from train.recipe_page import end_session, show_recipe
+from train.resume import RunFolders, remove_leftovers
 from train.rounds import DataPhase, Round, plan_rounds
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+_CHILD = Path(__file__).with_name("child.py")
 
 
 def main() -> None:
@@ -35,11 +39,13 @@ def main() -> None:
     with joined_ranks() as ranks:
         ranks.on_main(lambda: check(arguments, ranks.world_size))
         recipe = load_recipe(arguments.recipe, arguments.overrides)
-        ranks.on_main(lambda: write_resolved(recipe, recipe.output_dir))
+        ranks.on_main(lambda: remove_leftovers(RunFolders(recipe.output_dir)))
+        ranks.on_main(lambda: show(recipe))
         distilled = take_rounds(recipe, arguments, ranks)
         is_main = ranks.is_main
     if is_main:
         measure(recipe, distilled)
+        end_session(recipe)
         show_results(recipe, distilled)
 
 
@@ -73,6 +79,12 @@ def check(arguments: argparse.Namespace, world_size: int) -> None:
     check_plan(arguments.recipe, recipe)
 
 
+def show(recipe: Recipe) -> None:
+    """The recipe as it was resolved, for people: beside the results, and in TensorBoard."""
+    write_resolved(recipe, recipe.output_dir)
+    show_recipe(recipe)
+
+
 def regenerate(
     recipe: Recipe,
     arguments: argparse.Namespace,
@@ -84,11 +96,14 @@ def regenerate(
     if recipe.rounds.count == 1:
         if not has_shards(recipe):
             run_child("data/regenerate.py", [str(arguments.recipe), *arguments.overrides], recipe)
+        report = read_round(recipe.output_dir, which.number)
+        if report is not None and not is_drawn(recipe.output_dir):  # it may have been made before
+            draw_round(report, which, drafter, recipe)
         return
     if read_round(recipe.output_dir, which.number) is not None:
         return  # an earlier run made it, and showed it
     report = data.make(which.number, None if drafter is None else drafter.checkpoint)
-    show_round(report, which, drafter, recipe.output_dir)
+    show_round(report, which, drafter, recipe)
     if drafter is not None:
         check_gap(report, drafter.simulated_acceptance, recipe.rounds.most_gap)
 
@@ -119,8 +134,8 @@ def measure(recipe: Recipe, distilled: Distilled) -> None:
 
 
 def run_child(script: str, arguments: Sequence[str], recipe: Recipe) -> None:
-    """Runs one of our scripts; its failure becomes ours, a user's mistake staying one."""
-    command = [sys.executable, str(REPOSITORY / script), *arguments]
+    """Runs one of our scripts, which ends with us; its failure becomes ours, a user's mistake staying one."""
+    command = [sys.executable, str(_CHILD), str(os.getpid()), str(REPOSITORY / script), *arguments]
     code = subprocess.run(command, env=child_environment(), check=False).returncode
     if code == MISTAKE:
         raise UserError(f"{script} refused, as it says above")

@@ -68,7 +68,10 @@ class Distillation:
             feed = self._feed(which, data)
             steps, train, saver = range(first_step, which.steps.stop), self._recipe.train, self._saver(data)
             with _reporter(self._folders.output_dir, first_step, train.steps, self._ranks) as reporter:
+                start = time.perf_counter()
                 self._progress = _take_steps(steps, train, learner, feed, saver, self._progress, reporter)
+                if reporter is not None:  # of the steps that this run took; saving is counted
+                    reporter.draw("time/train_s", time.perf_counter() - start, which.steps.stop)
         step = max(self._steps_taken, which.steps.stop)
         return Distilled(self._folders.checkpoint(step), step, self._progress.simulated_acceptance)
 

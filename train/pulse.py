@@ -10,10 +10,12 @@ from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
 from recipes.errors import MachineError
-from recipes.manifest import Pulse, RoundManifest
+from recipes.manifest import Captured, Pulse, RoundManifest
+from recipes.schema import Recipe
 from train.loop import Distilled
 from train.rounds import Round
 
+_SUFFIX = ".rounds"  # of these event files, beside the training's
 _CAUSES = (
     "taps: was the drafter trained on the layers that the engine captures? (data.check_sequences compares)",
     "template: are prompts rendered in training as the engine renders them?",
@@ -23,21 +25,35 @@ _CAUSES = (
 )
 
 
-def show_round(report: RoundManifest, which: Round, drafter: Distilled | None, output_dir: Path) -> None:
-    """One line for people, and TensorBoard's points at the step that the round begins with."""
-    simulated = None if drafter is None else drafter.simulated_acceptance
-    with SummaryWriter(str(output_dir / "tensorboard"), filename_suffix=".rounds") as writer:
-        for tag, value in curve_points(report, simulated):
-            writer.add_scalar(tag, value, which.steps.start)
+def show_round(report: RoundManifest, which: Round, drafter: Distilled | None, recipe: Recipe) -> None:
+    """One line for people, and TensorBoard's points."""
+    draw_round(report, which, drafter, recipe)
     Console(soft_wrap=True, highlight=False).print(f"{which}: {describe(report)}")
 
 
-def curve_points(report: RoundManifest, simulated: float | None) -> Iterator[tuple[str, float]]:
+def draw_round(report: RoundManifest, which: Round, drafter: Distilled | None, recipe: Recipe) -> None:
+    """TensorBoard's points at the step that the round begins with."""
+    simulated = None if drafter is None else drafter.simulated_acceptance
+    num_drafts = recipe.drafter.block_size - 1
+    with SummaryWriter(str(recipe.output_dir / "tensorboard"), filename_suffix=_SUFFIX) as writer:
+        for tag, value in curve_points(report, simulated, num_drafts):
+            writer.add_scalar(tag, value, which.steps.start)
+
+
+def is_drawn(output_dir: Path) -> bool:
+    """Whether a round has points."""
+    return any((output_dir / "tensorboard").glob(f"*{_SUFFIX}"))
+
+
+def curve_points(
+    report: RoundManifest, simulated: float | None, num_drafts: int
+) -> Iterator[tuple[str, float]]:
     """Tag -> value; real acceptance at the first of eval's temperatures, as in the report."""
     for pulse in leading(report.pulses):
         yield f"accept_real/{'chain' if pulse.is_chain else 'tree'}", pulse.acceptance_length
         if pulse.is_chain:
-            for depth, count in enumerate(pulse.reached, start=1):
+            nowhere = [0] * (num_drafts - len(pulse.reached))
+            for depth, count in enumerate([*pulse.reached, *nowhere], start=1):
                 yield f"accept_real/depth_{depth}", count / pulse.steps
             if simulated is not None:
                 yield "accept_gap", simulated - pulse.acceptance_length
@@ -45,6 +61,23 @@ def curve_points(report: RoundManifest, simulated: float | None) -> Iterator[tup
         yield "data/tokens_per_step", report.tokens_per_step
         yield "data/tokens_per_second", report.tokens_per_second
         yield "time/generate_s", report.engine_seconds / report.num_engines
+    if report.swap_seconds is not None:
+        yield "time/swap_s", report.swap_seconds
+    if report.pulse_seconds is not None:
+        yield "time/pulse_s", report.pulse_seconds
+    if report.captured is not None:
+        yield from capture_points(report.captured)
+
+
+def capture_points(captured: Captured) -> Iterator[tuple[str, float]]:
+    yield "capture/sequences", captured.sequences
+    yield "capture/tokens", captured.tokens
+    yield "capture/gib", captured.shard_bytes / 2**30
+    yield "capture/dropped", sum(captured.dropped.values())
+    for reason, count in captured.dropped.items():
+        yield f"capture/dropped_{reason}", count
+    if captured.least_cosine is not None:
+        yield "capture/least_cosine", captured.least_cosine
 
 
 def leading(pulses: list[Pulse]) -> list[Pulse]:

@@ -60,6 +60,10 @@ class Reporter:
             eta_s = (self.steps - reading.step) * reading.step_seconds
             self.bar.console.print(f"step {reading.step}/{self.steps}  {reading}  ETA {eta_s:.0f} s")
 
+    def draw(self, tag: str, value: float, step: int) -> None:
+        """One point of a curve that no reading holds."""
+        self.writer.add_scalar(tag, value, step)
+
     def say(self, text: str) -> None:
         self.bar.console.print(text)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from data.shards import SPOOL_NAME
 from recipes.errors import UserError
 from recipes.manifest import Count, Manifest, ShardManifest
 from train.checkpoint import PREFIX, published_steps
@@ -108,10 +109,22 @@ def find_last_pair(folders: RunFolders) -> int | None:
     return pairs[-1] if pairs else None
 
 
-def keep_only_state(folders: RunFolders, step: int) -> None:
+def remove_leftovers(folders: RunFolders) -> None:
+    """Of a run that was killed: files that had no name yet, and states on their way into a shard.
+
+    What a killed save left goes when the training goes on; half a shard when the data phase does.
+    """
+    out = folders.output_dir
+    for folder in (out, out / "rounds", out / "logs"):
+        for path in folder.glob(".*.tmp"):
+            path.unlink()
+    shutil.rmtree(folders.shards / SPOOL_NAME, ignore_errors=True)
+
+
+def keep_only_state(folders: RunFolders, step: int | None) -> None:
     """Removes every other state, and what an interrupted save left."""
-    for path in folders.states.iterdir():
-        if path.is_dir() and path != folders.state(step):
+    for path in folders.states.glob("*"):
+        if path.is_dir() and (step is None or path != folders.state(step)):
             shutil.rmtree(path)
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ class DataPhase:
         if self._child is None:
             return
         assert self._child.stdin is not None
-        self._child.stdin.close()
+        with suppress(BrokenPipeError):  # an order that a dead child never read
+            self._child.stdin.close()
         try:
             self._child.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
@@ -87,7 +89,8 @@ class DataPhase:
             self._child = self._start()
         assert self._child.stdin is not None
         order = {"round": number, "checkpoint": None if checkpoint is None else str(checkpoint)}
-        print(json.dumps(order), file=self._child.stdin, flush=True)
+        with suppress(BrokenPipeError):  # it may die just now: the code below tells
+            print(json.dumps(order), file=self._child.stdin, flush=True)
         while read_round(self._recipe.output_dir, number) is None:
             code = self._child.poll()
             if code is not None:

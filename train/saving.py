@@ -4,15 +4,17 @@ import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import deepspeed
+from safetensors import SafetensorError
 
 from recipes.errors import MachineError
 from recipes.manifest import CheckpointManifest, ShardManifest, provenance, read_manifest, write_json
 from recipes.schema import Recipe
 from serve.drafter_config import expected_tensors
-from train.checkpoint import prune, publish, settle
+from train.checkpoint import point_latest_at, prune, publish, published_steps, settle
 from train.ranks import Ranks
 from train.resume import (
     STATE_MANIFEST_NAME,
@@ -42,26 +44,42 @@ class Saver:
     def go_on(self, engine: deepspeed.DeepSpeedEngine) -> Progress:
         """Loads the newest pair into `engine`, if there is one. Raises UserError when it is another run's."""
         step = find_last_pair(self.folders)
-        if step is None:
-            return Progress()
-        folder = self.folders.state(step)
+        progress = Progress() if step is None else self._load(engine, self.folders.state(step))
+        self.ranks.on_main(lambda: self._finish_killed_save(step))
+        return progress
+
+    def _load(self, engine: deepspeed.DeepSpeedEngine, folder: Path) -> Progress:
         state = read_manifest(folder / STATE_MANIFEST_NAME, StateManifest)
         check_same_run(state, self._describe(state.progress), folder)
         load_state(engine, folder)
         return state.progress
 
+    def _finish_killed_save(self, step: int | None) -> None:
+        """What it did not come to, once its pair was there; or what it left of a pair that was not."""
+        published = published_steps(self.folders.checkpoints)
+        if published:
+            point_latest_at(self.folders.checkpoint(published[-1]))
+        self._keep_only(step)
+
     def save(self, engine: deepspeed.DeepSpeedEngine, progress: Progress) -> None:
         """The pair of this step; older ones go only once it is complete."""
         step = progress.step(self.recipe.train.sequences_per_step)
         self.ranks.on_main(lambda: self._make_room(step))
-        save_state(engine, self.folders.unfinished_state(step))
-        weights = gather_weights(engine, self.ranks)
-        self.ranks.on_main(lambda: self._complete_pair(step, progress, weights))
+        try:
+            save_state(engine, self.folders.unfinished_state(step))
+            weights = gather_weights(engine, self.ranks)
+            self.ranks.on_main(lambda: self._complete_pair(step, progress, weights))
+        except (RuntimeError, SafetensorError):  # torch's and safetensors' words for a failed write
+            self._check_room()
+            raise
 
     def _make_room(self, step: int) -> None:
         """Raises MachineError when the disk cannot hold the pair, before anything is written."""
         shutil.rmtree(self.folders.unfinished_state(step), ignore_errors=True)
         self.folders.states.mkdir(parents=True, exist_ok=True)
+        self._check_room()
+
+    def _check_room(self) -> None:
         num_parameters = sum(math.prod(shape) for shape in expected_tensors(self.config).values())
         needed, free = num_parameters * PAIR_BYTES, shutil.disk_usage(self.folders.states).free
         if free < needed:
@@ -77,6 +95,10 @@ class Saver:
         settle(unfinished, self.folders.state(step))
         common = state.model_dump(include=set(CheckpointManifest.model_fields))
         publish(self.folders.checkpoints, weights, self.config, CheckpointManifest.model_validate(common))
+        self._keep_only(step)
+
+    def _keep_only(self, step: int | None) -> None:
+        """This state, and the newest checkpoints."""
         keep_only_state(self.folders, step)
         prune(self.folders.checkpoints, self.recipe.train.keep_checkpoints)
 

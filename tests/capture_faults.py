@@ -1,0 +1,108 @@
+"""Faults of capture, put for a while into an engine of this process: what must never reach a shard."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from serve.capture import CaptureSink
+from serve.generation import CapturingEngine
+
+Fault = Callable[[], AbstractContextManager[Any]]
+
+
+@contextmanager
+def zero_rows(after: int) -> Iterator[None]:
+    """Every request's, once it has so many."""
+    write = CaptureSink._write
+
+    def write_zeros(sink, request_id, rows):
+        states = torch.cat(rows.hidden)
+        states[after:] = 0
+        rows.hidden = [states]
+        write(sink, request_id, rows)
+
+    with patch.object(CaptureSink, "_write", write_zeros):
+        yield
+
+
+@contextmanager
+def rows_of_another() -> Iterator[None]:
+    """A request of a step gets the next one's, as if the step's rows began where its second request's do."""
+    add_rows = CaptureSink._add_rows
+
+    def add_others(sink, step, row):
+        of_first = int(step.starts[1])
+        add_rows(sink, replace(step, taps=[tap.roll(-of_first, 0) for tap in step.taps]), row)
+
+    with patch.object(CaptureSink, "_add_rows", add_others):
+        yield
+
+
+@contextmanager
+def lost_rows(request: str, count: int) -> Iterator[None]:
+    """The last ones of a request."""
+    write = CaptureSink._write
+
+    def write_fewer(sink, request_id, rows):
+        if request_id.startswith(f"{request}-"):
+            rows.count -= count
+            rows.hidden = [torch.cat(rows.hidden)[:-count]]
+            rows.token_ids = [torch.cat(rows.token_ids)[:-count]]
+        write(sink, request_id, rows)
+
+    with patch.object(CaptureSink, "_write", write_fewer):
+        yield
+
+
+def lost_request(request: str) -> AbstractContextManager[Any]:
+    """It is never written."""
+    write = CaptureSink._write
+
+    def write_others(sink, request_id, rows):
+        if not request_id.startswith(f"{request}-"):
+            write(sink, request_id, rows)
+
+    return patch.object(CaptureSink, "_write", write_others)
+
+
+def untidy_paths() -> AbstractContextManager[Any]:
+    """Accepted nodes keep their states where the tree had them."""
+    from serve.seam.runtime import TreeRuntime  # noqa: PLC0415 - vllm's environment comes first
+
+    return patch.object(TreeRuntime, "tidy_states", lambda *_: None)
+
+
+@contextmanager
+def other_taps(engine: CapturingEngine, layers: Sequence[int], shift: int) -> Iterator[None]:
+    """The target is tapped so many layers later."""
+
+    def tap(worker: Any, ids: tuple[int, ...]) -> None:
+        worker.model_runner.model.set_aux_hidden_state_layers(ids)
+
+    right = tuple(layer + 1 for layer in layers)
+    engine._engine.collective_rpc(tap, args=(tuple(layer + shift for layer in right),))
+    try:
+        yield
+    finally:
+        engine._engine.collective_rpc(tap, args=(right,))
+
+
+@contextmanager
+def counted_moves() -> Iterator[list[int]]:
+    """No fault: of each step the requests whose accepted path was no chain, so that states had to move."""
+    from serve.seam.runtime import TreeRuntime  # noqa: PLC0415 - as above
+
+    tidy, moves = TreeRuntime.tidy_states, []
+
+    def tidy_and_count(runtime, input_batch, tap_states):
+        step = runtime.step_of(input_batch)
+        if step is not None and step.paths is not None and not step.are_states_tidy:
+            moves.append(int((step.paths.source_BL != step.paths.target_BL).any(dim=1).sum()))
+        tidy(runtime, input_batch, tap_states)
+
+    with patch.object(TreeRuntime, "tidy_states", tidy_and_count):
+        yield moves
