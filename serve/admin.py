@@ -1,6 +1,7 @@
 """The server's admin routes, for whoever holds its key: there only when `serve/run.py --admin` asks for them.
 
-    POST /admin/drafter {"ckpt": FOLDER}     loads another checkpoint of the same target; requests go on
+    POST /admin/drafter {"ckpt": FOLDER}     loads another checkpoint of the same target, in any known format;
+                                             requests go on
     GET  /admin/drafter                      which checkpoint drafts now
 
 Sent as `Authorization: Bearer KEY`.  An ASGI middleware, which is vLLM's formal hook for routes of one's own.
@@ -19,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from recipes.errors import UserError
+from serve.adopt import Adopted, adopt
 
 KEY_VARIABLE = "DRAFTSMITH_ADMIN_KEY"
 SHORTEST_KEY = 16
@@ -62,17 +64,25 @@ class AdminRoutes:
             return JSONResponse({"ckpt": self._ckpt or _first_ckpt(request)})
         if request.method != "POST":
             return _error(405, "GET or POST")
+        return await self._load(request)
+
+    async def _load(self, request: Request) -> JSONResponse:
         try:
-            ckpt = json.loads(await request.body())["ckpt"]
+            ckpt = Path(json.loads(await request.body())["ckpt"]).resolve()
         except (ValueError, KeyError, TypeError):
             return _error(400, 'the body has to be {"ckpt": FOLDER}')
-        return await self._swap(request.app.state.engine_client, str(Path(ckpt).resolve()))
+        try:
+            adopted = await asyncio.to_thread(adopt, ckpt)
+        except UserError as misfit:
+            return _error(409, str(misfit))
+        return await self._swap(request.app.state.engine_client, adopted)
 
     def _has_key(self, request: Request) -> bool:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         return scheme == "Bearer" and hmac.compare_digest(given.encode(), self._key)
 
-    async def _swap(self, engine: Any, ckpt: str) -> JSONResponse:
+    async def _swap(self, engine: Any, adopted: Adopted) -> JSONResponse:
+        ckpt = str(adopted.ckpt)
         async with self._turn:
             start = time.monotonic()
             answers = await engine.collective_rpc("swap_drafter", args=(ckpt,))
@@ -82,7 +92,8 @@ class AdminRoutes:
             # what the old drafter left in the caches; running requests begin anew, with what they have
             await engine.reset_prefix_cache(reset_running_requests=True)
             self._ckpt = ckpt
-            return JSONResponse({"ckpt": ckpt, "seconds": time.monotonic() - start})
+            converted = {"format": adopted.format, "notes": list(adopted.notes)} if adopted.format else {}
+            return JSONResponse({"ckpt": ckpt, "seconds": time.monotonic() - start} | converted)
 
 
 def _first_ckpt(request: Request) -> str:

@@ -13,6 +13,7 @@ from recipes.load import load_recipe, resolve_model
 from recipes.manifest import CheckpointManifest, identify_target, read_manifest
 from recipes.problems import describe_problem
 from recipes.schema import Section, Serve, Target
+from serve.adopt import Adopted, adopt
 from serve.checkpoint import DrafterSummary, check_checkpoint
 from serve.engine import check_budget
 
@@ -44,7 +45,9 @@ class Plan:
     target: Target
     serve: Serve
     ckpt: Path | None
-    """The folder itself, `latest` resolved."""
+    """The folder itself, `latest` resolved; or a copy in the published format."""
+    adopted: Adopted | None
+    """How it came to be that."""
     drafter: DrafterSummary | None
     budget: int | None
     fingerprint: str | None
@@ -54,14 +57,15 @@ class Plan:
 def make_plan(request: Request) -> Plan:
     """Raises UserError for whatever cannot be served."""
     check_budget(request.budget)
-    ckpt = _find_checkpoint(request.ckpt) if request.ckpt else None
+    adopted = adopt(_find_checkpoint(request.ckpt)) if request.ckpt else None
+    ckpt = adopted.ckpt if adopted else None
     manifest = _read_manifest(ckpt) if ckpt else None
     settings = _choose_settings(request, manifest)
     if ckpt and manifest:
         _check_identity(ckpt, manifest, settings.target)
     drafter = _check_drafter(ckpt, settings.target) if ckpt else None
     fingerprint = manifest.target.fingerprint if manifest else None
-    return Plan(settings.target, settings.serve, ckpt, drafter, request.budget, fingerprint)
+    return Plan(settings.target, settings.serve, ckpt, adopted, drafter, request.budget, fingerprint)
 
 
 def _find_checkpoint(ckpt: Path) -> Path:

@@ -35,6 +35,10 @@ def _drafting_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "drafter", "none: plain decoding"
         return
     yield "drafter", str(plan.ckpt)
+    if plan.adopted and plan.adopted.format:
+        yield "converted", f"from the {plan.adopted.format} format"
+        for note in plan.adopted.notes:
+            yield "", note
     yield from _shape_rows(plan.drafter)
     yield "budget", _describe_budget(plan.budget, plan.drafter.block_size - 1)
 

@@ -16,7 +16,7 @@ from recipes.manifest import CheckpointManifest, read_manifest
 from serve.checkpoint import check_checkpoint, read_drafter_config
 from serve.drafter_config import PublishedConfig, parse_config
 from serve.drafter_fit import refuse
-from serve.formats import MASK_EMBEDDING_NAME
+from serve.format_tensors import MASK_EMBEDDING_NAME
 from serve.plan import MANIFEST_NAME
 from serve.served import Served
 

@@ -17,7 +17,8 @@ from transformers import Qwen3Config
 
 from recipes.errors import UserError
 from serve.checkpoint import check_checkpoint
-from serve.formats import Format, check_finite, read_checkpoint, recognise, write_published
+from serve.format_config import Format
+from serve.formats import check_finite, read_checkpoint, recognise, write_published
 
 Json = dict[str, Any]
 Weights = dict[str, torch.Tensor]
