@@ -70,7 +70,6 @@ class TreeGatedDeltaNet(OneStateSlot, QwenGatedDeltaNetAttention):
         out_THV: torch.Tensor,
     ) -> None:
         self._pending = None
-        self._clear_fresh(metadata)
         trees = getattr(metadata, "trees", None)
         ends = torch.tensor(metadata.bounds[1:])
         drafts = [0] * len(ends) if trees is None else (ends - 1 - trees.first_row_B).tolist()
@@ -81,11 +80,6 @@ class TreeGatedDeltaNet(OneStateSlot, QwenGatedDeltaNetAttention):
         with_tree = [request for request, count in enumerate(drafts) if count]
         if with_tree:
             self._verify(metadata, torch.tensor(with_tree), trees, mixed_TC, gates, out_THV)
-
-    def _clear_fresh(self, metadata: Any) -> None:
-        """A slot holds what its last request left.  New ones may have drafts: `tree_state.run_as_trees`."""
-        for part in self._states():
-            part[metadata.slots[metadata.is_fresh]] = 0
 
     def _run_chain(
         self,
@@ -99,6 +93,7 @@ class TreeGatedDeltaNet(OneStateSlot, QwenGatedDeltaNetAttention):
         """A prefill, a part of one, or one token: the state is written at once."""
         conv_SCX, state_SHKV = self._states()
         slot = int(metadata.slots[request])
+        self._clear_fresh(metadata, torch.tensor([request]))
         convolved = convolve_chain(mixed_TC[rows], conv_SCX[slot], self._conv_weight(), None, use_silu=True)
         chain = run_chain(
             self._split(convolved.outputs_TC, gates.log_decay[rows], gates.beta[rows]),
@@ -121,6 +116,7 @@ class TreeGatedDeltaNet(OneStateSlot, QwenGatedDeltaNetAttention):
         """All trees at once; writes no state."""
         conv_SCX, state_SHKV = self._states()
         slots_B = metadata.slots[requests_B]
+        self._clear_fresh(metadata, requests_B)
         rows_BR, is_row_BR = trees.rows_of(requests_B)
         conv_inputs_BRC = mixed_TC[rows_BR]
         convolved_BRC = convolve_trees(
@@ -140,6 +136,12 @@ class TreeGatedDeltaNet(OneStateSlot, QwenGatedDeltaNetAttention):
         )
         out_THV[rows_BR[is_row_BR]] = verified.outputs_BRHV[is_row_BR].to(out_THV.dtype)
         self._pending = _Pending(requests_B, slots_B, verified, conv_inputs_BRC)
+
+    def _clear_fresh(self, metadata: Any, requests_B: torch.Tensor) -> None:
+        """A slot holds what its last request left.  New ones may have drafts: `tree_state.run_as_trees`."""
+        fresh_B = requests_B[metadata.is_fresh[requests_B]]
+        for part in self._states():
+            part[metadata.slots[fresh_B]] = 0
 
     def commit(self, walk: WalkBatch) -> None:
         """The states after the accepted paths."""
