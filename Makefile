@@ -1,5 +1,6 @@
 # make demo: the whole job on a CPU.  make test: the tests.  make lint: style and types.  make soak: random traffic
-# through engines with draft trees, for 20 minutes on a CPU.  All set up .venv first.
+# through engines with draft trees; make kills: kill -9 at 20 random moments of the job; 15 to 20 minutes each, on a
+# CPU.  All set up .venv first.
 
 PYTHON ?= python3
 # of pytest: each takes a core, and up to 4 GiB where it starts engines
@@ -11,7 +12,7 @@ PACKAGES := recipes serve data train eval
 # deepspeed's launcher and the tools it builds with (ninja) are looked up on the PATH
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo test lint soak venv
+.PHONY: demo test lint soak kills venv
 
 demo: venv
 	DS_ACCELERATOR=cpu $(VENV)/bin/deepspeed train/distill.py recipes/tiny_cpu.yaml
@@ -27,6 +28,9 @@ lint: venv
 soak: venv
 	$(VENV)/bin/python tests/soak.py --target hybrid
 	$(VENV)/bin/python tests/soak.py --target dense
+
+kills: venv
+	$(VENV)/bin/python tests/kills.py
 
 venv: $(READY)
 
