@@ -9,8 +9,9 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-if "PYTEST_XDIST_WORKER" in os.environ:  # each has a core
+if "PYTEST_XDIST_WORKER" in os.environ:  # each process of pytest has a core, and so have its children
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)  # torch has read the environment already
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
