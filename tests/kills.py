@@ -64,7 +64,8 @@ SETTINGS: dict[str, Any] = {
     "eval.concurrency": 2,
     "eval.tree_budget": 0,
 }
-POLL_S, ORPHAN_LIMIT_S, WEIGHT_TOLERANCE = 0.05, 5.0, 1e-6
+POLL_S, STACKS_LIMIT_S, WEIGHT_TOLERANCE = 0.05, 1.0, 1e-6
+ORPHAN_LIMIT_S = 20.0  # an engine that just begins looks for its parent after its imports, before all else
 MOST_FOLD = 6.0  # of the undisturbed run's time: a life that takes longer hangs
 MISTAKE = 2
 
@@ -99,12 +100,9 @@ class Command:
     def __init__(self, run: "Run") -> None:
         self._run = run
         self.since = time.monotonic()
-        command = [
-            sys.executable,
-            str(REPOSITORY / "train" / "distill.py"),
-            str(SMALL_RECIPE),
-            *run.overrides,
-        ]
+        scripts = REPOSITORY / "train"
+        begin = [sys.executable, str(scripts / "child.py"), str(os.getpid())]  # or it would outlive this one
+        command = [*begin, str(scripts / "distill.py"), str(SMALL_RECIPE), *run.overrides]
         with run.log.open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, start_new_session=True, env=run.environment
@@ -134,29 +132,43 @@ class Command:
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def wait_for_end_of(self, processes: Sequence[psutil.Process]) -> list[str]:
-        """Names of those that are alive after a while."""
-        deadline = time.monotonic() + ORPHAN_LIMIT_S
-        while (left := [each for each in processes if is_alive(each)]) and time.monotonic() < deadline:
+    def wait_for_end_of(self, processes: Sequence[psutil.Process]) -> "Aftermath":
+        since = time.monotonic()
+        while left := [each for each in processes if is_alive(each)]:
+            if time.monotonic() - since > ORPHAN_LIMIT_S:
+                break
             self._process.poll()
             time.sleep(POLL_S)
-        return [name_of(each) for each in left]
+        return Aftermath([name_of(each) for each in left], time.monotonic() - since)
 
     def read_stacks(self) -> str:
         """Of the main threads, as their processes tell."""
         for file in self._run.stacks.iterdir():
             file.write_text("")
-        for process in self.alive():
-            if hears(process, signal.SIGUSR2):  # one that just begins would die of it
-                with suppress(psutil.NoSuchProcess):
-                    process.send_signal(signal.SIGUSR2)
-        time.sleep(2 * POLL_S)
-        return "".join(file.read_text() for file in self._run.stacks.iterdir())
+        asked = [each for each in self.alive() if hears(each, signal.SIGUSR2)]  # others would die of it
+        for process in asked:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGUSR2)
+        told, deadline = [""], time.monotonic() + STACKS_LIMIT_S
+        while not all(told) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            told = [(self._run.stacks / str(each.pid)).read_text() for each in asked]
+        return "".join(told)
 
     def is_at_work(self) -> bool:
         """Whether it did anything yet but start."""
         self._was_at_work = self._was_at_work or not tell_phase(self.read_stacks()).startswith(START)
         return self._was_at_work
+
+
+@dataclass(frozen=True)
+class Aftermath:
+    """Of a kill or an end."""
+
+    orphans: list[str]
+    """Names of processes that were alive when the patience was over."""
+    seconds: float
+    """Until the last one was gone."""
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -294,7 +306,7 @@ class Kill:
     """Shards that were whole then."""
     step: int
     """Of the newest checkpoint then."""
-    orphans: list[str]
+    aftermath: Aftermath
 
 
 class Killing:
@@ -321,8 +333,9 @@ class Killing:
     def kill_at(self, moment_s: float) -> Kill:
         command = self._live_until(*self._timeline.place(moment_s))
         phase = tell_phase(command.read_stacks())
-        victim, orphans = self._kill_some(command) if self._random.random() < 0.5 else self._kill_all(command)
-        return Kill(moment_s, phase, victim, whole_shards(self._run.output_dir), self._run.step, orphans)
+        kill = self._kill_one if self._random.random() < 0.5 else self._kill_all
+        victim, aftermath = kill(command)
+        return Kill(moment_s, phase, victim, whole_shards(self._run.output_dir), self._run.step, aftermath)
 
     def finish(self) -> None:
         """As often as it takes: a killed engine may end the command that is running."""
@@ -360,7 +373,7 @@ class Killing:
 
     def _end(self, command: Command) -> int | None:
         """The code of a life that ended by itself."""
-        orphans = command.wait_for_end_of(command.alive())
+        orphans = command.wait_for_end_of(command.alive()).orphans
         if orphans:
             self.faults.append(f"the command ended, and left {', '.join(orphans)}")
         if command.code == MISTAKE:
@@ -368,14 +381,14 @@ class Killing:
         self._command = None
         return command.code
 
-    def _kill_all(self, command: Command) -> tuple[str, list[str]]:
+    def _kill_all(self, command: Command) -> tuple[str, Aftermath]:
         processes = command.alive()
         command.kill_all()
         self._command = None
         return f"all {len(processes)}", command.wait_for_end_of(processes)
 
-    def _kill_some(self, command: Command) -> tuple[str, list[str]]:
-        """One process; those that it started must follow it."""
+    def _kill_one(self, command: Command) -> tuple[str, Aftermath]:
+        """Those that it started must follow it."""
         candidates = [each for each in command.alive() if name_of(each) != "resource tracker"]
         victim = self._random.choice(sorted(candidates, key=lambda each: each.pid))
         try:
@@ -391,8 +404,8 @@ class Killing:
 
 def find_faults(run: Run, kills: Sequence[Kill], folder: Path) -> Iterator[str]:
     for number, kill in enumerate(kills, start=1):
-        if kill.orphans:
-            yield f"kill {number} of {kill.victim} left {', '.join(kill.orphans)} alive"
+        if kill.aftermath.orphans:
+            yield f"kill {number} of {kill.victim} left {', '.join(kill.aftermath.orphans)} alive"
     yield from find_remade(run, kills)
     if leftovers := find_leftovers(run.output_dir):
         yield f"left behind: {', '.join(str(path.relative_to(run.output_dir)) for path in leftovers)}"
@@ -479,10 +492,11 @@ def show_kills(count: int) -> Iterator[Callable[[str, int], None]]:
 
 
 def show(kills: Sequence[Kill], console: Console) -> None:
-    table = Table("kill", "at", "phase", "killed", "whole shards", "step", "orphans", box=SIMPLE_HEAD)
+    table = Table("kill", "at", "phase", "killed", "all gone after", "whole shards", "step", box=SIMPLE_HEAD)
     for number, kill in enumerate(kills, start=1):
-        columns = (f"{kill.moment_s:.0f} s", kill.phase, kill.victim, f"{len(kill.whole)}", f"{kill.step}")
-        table.add_row(f"{number}", *columns, ", ".join(kill.orphans) or "none")
+        gone = "never" if kill.aftermath.orphans else f"{kill.aftermath.seconds:.1f} s"
+        columns = (f"{kill.moment_s:.0f} s", kill.phase, kill.victim, gone)
+        table.add_row(f"{number}", *columns, f"{len(kill.whole)}", f"{kill.step}")
     console.print(table)
 
 
