@@ -64,7 +64,7 @@ SETTINGS: dict[str, Any] = {
     "eval.concurrency": 2,
     "eval.tree_budget": 0,
 }
-POLL_S, STACKS_LIMIT_S, WEIGHT_TOLERANCE = 0.05, 1.0, 1e-6
+POLL_S, STACKS_LIMIT_S, STACKS_POLL_S, WEIGHT_TOLERANCE = 0.05, 1.0, 0.5, 1e-6
 ORPHAN_LIMIT_S = 20.0  # an engine that just begins looks for its parent after its imports, before all else
 MOST_FOLD = 6.0  # of the undisturbed run's time: a life that takes longer hangs
 MISTAKE = 2
@@ -84,10 +84,15 @@ PHASES = (
     ("measuring", "train/distill.py:measure"),
 )
 START = "start"
-SEES_STACKS = """\
-import faulthandler, os, signal
-file = open(os.path.join(os.environ["KILLS_STACKS"], str(os.getpid())), "a")
-faulthandler.register(signal.SIGUSR2, file, all_threads=False)
+# Every process is made to tell, when asked by a signal, where it is; faulthandler would do it without Python's
+# lock, and crash one in some hundred times
+TELLS_STACKS = """\
+import os, signal, traceback
+def tell(number, frame):
+    with open(os.path.join(os.environ["KILLS_STACKS"], str(os.getpid())), "w") as file:
+        traceback.print_stack(frame, file=file)
+signal.signal(signal.SIGUSR2, tell)
+signal.siginterrupt(signal.SIGUSR2, False)
 """
 
 
@@ -143,21 +148,22 @@ class Command:
 
     def read_stacks(self) -> str:
         """Of the main threads, as their processes tell."""
-        for file in self._run.stacks.iterdir():
-            file.write_text("")
         asked = [each for each in self.alive() if hears(each, signal.SIGUSR2)]  # others would die of it
-        for process in asked:
+        files = [self._run.stacks / str(each.pid) for each in asked]
+        for process, file in zip(asked, files, strict=True):
+            file.write_text("")
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGUSR2)
-        told, deadline = [""], time.monotonic() + STACKS_LIMIT_S
-        while not all(told) and time.monotonic() < deadline:
+        deadline = time.monotonic() + STACKS_LIMIT_S
+        while not all(told := [file.read_text() for file in files]) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-            told = [(self._run.stacks / str(each.pid)).read_text() for each in asked]
         return "".join(told)
 
     def is_at_work(self) -> bool:
         """Whether it did anything yet but start."""
-        self._was_at_work = self._was_at_work or not tell_phase(self.read_stacks()).startswith(START)
+        if not self._was_at_work:
+            time.sleep(STACKS_POLL_S)
+            self._was_at_work = not tell_phase(self.read_stacks()).startswith(START)
         return self._was_at_work
 
 
@@ -206,7 +212,7 @@ def name_of(process: psutil.Process) -> str:
 def tell_phase(stacks: str) -> str:
     root = re.escape(f"{REPOSITORY}/")
     frames = {
-        f"{file}:{function}" for file, function in re.findall(rf'"{root}(.+?)", line \d+ in (\w+)', stacks)
+        f"{file}:{function}" for file, function in re.findall(rf'"{root}(.+?)", line \d+, in (\w+)', stacks)
     }
     return next((phase for phase, frame in PHASES if frame in frames), START)
 
@@ -262,7 +268,7 @@ class Run:
 def prepare(folder: Path) -> Run:
     for name in ("site", "stacks", "tmp"):
         (folder / name).mkdir(parents=True)
-    (folder / "site" / "sitecustomize.py").write_text(SEES_STACKS)
+    (folder / "site" / "sitecustomize.py").write_text(TELLS_STACKS)
     return Run(folder)
 
 
