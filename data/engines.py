@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -53,7 +54,16 @@ class Swap:
     ckpt: Path
 
 
-Job = Work | Measurement | Swap
+class Command(Enum):
+    """What takes no more words."""
+
+    GREET = auto()
+    """Answer, once you have started."""
+    SLEEP = auto()
+    WAKE = auto()
+
+
+Job = Work | Measurement | Swap | Command
 
 
 @dataclass(frozen=True)
@@ -65,11 +75,11 @@ class Advanced:
 
 
 @dataclass(frozen=True)
-class Swapped:
-    """It drafts now."""
+class Obeyed:
+    """A swap or a command was carried out."""
 
 
-Done = Made | Pulse | Swapped
+Done = Made | Pulse | Obeyed
 
 
 class Engine:
@@ -192,10 +202,19 @@ def _do_jobs(
 def _do(job: Job, maker: ShardMaker) -> Done:
     if isinstance(job, Measurement):
         return maker.measure(job.prompts, job.sampling, is_chain=job.is_chain)
+    if isinstance(job, Work):
+        return maker.make(job.number, job.prompts)
+    _obey(job, maker)
+    return Obeyed()
+
+
+def _obey(job: Swap | Command, maker: ShardMaker) -> None:
     if isinstance(job, Swap):
         maker.swap(job.ckpt)
-        return Swapped()
-    return maker.make(job.number, job.prompts)
+    elif job is Command.SLEEP:
+        maker.sleep()
+    elif job is Command.WAKE:
+        maker.wake()
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Keeps the data phase's engines over the rounds of a loop: swaps drafters, takes pulses, makes shards.
 
-On a GPU, which the trainer needs between the rounds, they are started again for each.
+GPUs that the trainer needs between the rounds are left to it: drafting engines sleep, plain ones end.
 
     python data/host.py RECIPE [section.field=value ...] --parent PID < ORDERS
 
@@ -11,7 +11,8 @@ what was done before an interruption is not done again.  Ends with its input.  C
 import shutil
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ import typer
 from pydantic import BaseModel
 from transformers import AutoTokenizer
 
-from data.engines import Engine, Measurement, Swap, running_engines, share_out, tell_all
+from data.engines import Command, Engine, Measurement, Swap, running_engines, share_out, tell_all
 from data.filling import Tally, make_shards, report_round
 from data.groups import Rendered, render
 from data.prompts import load_prompts
@@ -61,7 +62,7 @@ def take_round(plan: ShardPlan, fleet: "Fleet", order: Order) -> None:
     if read_round(recipe.output_dir, order.round) is not None:
         return
     if recipe.data.policy == "rolling":
-        plan.writer.consume_before(order.round)  # which were trained on, or this round would not be ordered
+        plan.writer.consume_before(order.round - 1 if recipe.rounds.ahead else order.round)
     shares = share_shards(len(plan.groups), recipe.rounds)
     missing = [number for number in plan.find_missing() if number in shares[order.round]]
     pulses: list[Pulse] = []
@@ -74,18 +75,13 @@ def take_round(plan: ShardPlan, fleet: "Fleet", order: Order) -> None:
             pulses = take_pulses(recipe, engines)
             pulse_seconds = time.monotonic() - start
         make_shards(plan, engines, missing, tally, order.round)
-    if order.round == recipe.rounds.count - 1:
+    is_last = order.round == recipe.rounds.count - 1
+    if is_last:
         plan.finish()
-    if is_cuda():
-        fleet.stop()  # before the report: with it the GPUs are the trainer's
+    fleet.leave_gpus(for_good=is_last)  # before the report: with it they are the trainer's
     report = report_round(plan, order.round, tally, num_made=len(missing))
-    of_drafter = {
-        "checkpoint": order.checkpoint,
-        "pulses": pulses,
-        "swap_seconds": fleet.swap_seconds,
-        "pulse_seconds": pulse_seconds,
-    }
-    write_round(recipe.output_dir, report.model_copy(update=of_drafter))
+    of_drafter = {"checkpoint": order.checkpoint, "pulses": pulses, "pulse_seconds": pulse_seconds}
+    write_round(recipe.output_dir, report.model_copy(update=of_drafter | fleet.tell_seconds()))
 
 
 def take_pulses(recipe: Recipe, engines: list[Engine]) -> list[Pulse]:
@@ -115,9 +111,8 @@ class Fleet:
         self._plan = plan
         self._engines: list[Engine] = []
         self._stack = ExitStack()
-        self._are_drafting = False
-        self.swap_seconds: float | None = None
-        """Of the newest round's swap; None where its engines were started instead."""
+        self._are_drafting = self._are_asleep = False
+        self._seconds: dict[str, float] = {}
 
     def __enter__(self) -> "Fleet":
         return self
@@ -126,29 +121,59 @@ class Fleet:
         self._stack.__exit__(*failure)
         shutil.rmtree(self._plan.spool, ignore_errors=True)
 
+    def tell_seconds(self) -> dict[str, float]:
+        """Since it was last asked: "start_seconds", "wake_seconds", "swap_seconds" and "sleep_seconds"."""
+        told, self._seconds = self._seconds, {}
+        return told
+
     def drafting_with(self, checkpoint: str | None) -> list[Engine]:
         """Engines that draft with this checkpoint, or plain ones; those there are, where that can be."""
-        self.swap_seconds = None
         if self._are_drafting and checkpoint is not None:
-            start = time.monotonic()
-            tell_all(self._engines, Swap(Path(checkpoint)))
-            self.swap_seconds = time.monotonic() - start
+            if self._are_asleep:
+                self._tell_all("wake", Command.WAKE)
+                self._are_asleep = False
+            self._tell_all("swap", Swap(Path(checkpoint)))
         elif not self._engines or checkpoint is not None:
             self._restart(checkpoint)
         return self._engines
 
-    def stop(self) -> None:
+    def leave_gpus(self, *, for_good: bool) -> None:
+        """To the trainer, where it shares them."""
+        rounds = self._plan.recipe.rounds
+        if not is_cuda() or (rounds.ahead and not for_good):
+            return
+        if self._are_drafting and rounds.engines_sleep and not for_good:
+            self._tell_all("sleep", Command.SLEEP)
+            self._are_asleep = True
+        else:
+            self._stop()
+
+    def _stop(self) -> None:
         self._stack.close()
-        self._engines, self._are_drafting = [], False
+        self._engines, self._are_drafting, self._are_asleep = [], False, False
 
     def _restart(self, checkpoint: str | None) -> None:
         """A plain engine has no place for a drafter: other graphs, other caches."""
-        self.stop()
+        self._stop()
         recipe = self._plan.recipe
         drafting = None if checkpoint is None else Drafting(Path(checkpoint), recipe.rounds.budget)
-        running = running_engines(recipe, self._plan.folder, self._plan.spool, recipe.data.engines, drafting)
-        self._engines = self._stack.enter_context(running)
+        with self._timed("start"):
+            running = running_engines(
+                recipe, self._plan.folder, self._plan.spool, recipe.data.engines, drafting
+            )
+            self._engines = self._stack.enter_context(running)
+            tell_all(self._engines, Command.GREET)
         self._are_drafting = drafting is not None
+
+    def _tell_all(self, what: str, job: Swap | Command) -> None:
+        with self._timed(what):
+            tell_all(self._engines, job)
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self._seconds[f"{what}_seconds"] = time.monotonic() - start
 
 
 if __name__ == "__main__":

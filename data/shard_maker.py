@@ -48,13 +48,21 @@ class ShardMaker:
         self._folder = folder
         self._on_step = on_step
         layers = recipe.drafter.target_layer_ids
-        self._engine = CapturingEngine(recipe.target, recipe.serve, layers, spool, drafting)
+        sleeps = drafting is not None and recipe.rounds.engines_sleep
+        self._engine = CapturingEngine(recipe.target, recipe.serve, layers, spool, drafting, sleeps=sleeps)
         self._check = ShardCheck(recipe, self._engine.read)
 
     def swap(self, ckpt: Path) -> None:
         """Another checkpoint drafts from now on."""
         self._engine.swap(ckpt)
         self._check.begin_anew()
+
+    def sleep(self) -> None:
+        """Leaves the GPU."""
+        self._engine.sleep()
+
+    def wake(self) -> None:
+        self._engine.wake()
 
     def measure(self, prompts: Sequence[Rendered], sampling: Sampling, *, is_chain: bool) -> Pulse:
         """What the engine accepts on these prompts, whose answers are kept nowhere."""

@@ -142,10 +142,16 @@ class RoundManifest(Record):
     """Zero where every shard was there already."""
     captured: Captured | None = None
     """None in the reports of earlier versions, which say no times either."""
+    start_seconds: float | None = None
+    """Of starting engines; None where they were there already."""
+    wake_seconds: float | None = None
+    """Of waking engines; None where none was asleep."""
     swap_seconds: float | None = None
     """Of swapping the drafter into running engines; None where engines were started with it, or without."""
     pulse_seconds: float | None = None
-    """Of all pulses, and of the start of engines that were started for them; None where none was taken."""
+    """Of all pulses; None where none was taken."""
+    sleep_seconds: float | None = None
+    """Of laying engines to sleep; None where they stayed awake, or were ended."""
 
     @property
     def tokens_per_step(self) -> float:
@@ -164,6 +170,8 @@ class CheckpointManifest(Manifest):
     """Optimizer steps taken."""
     sequences_seen: Count
     tokens_seen: Count
+    simulated_acceptance: float | None = None
+    """Of the chain, over the steps before this one; None in the checkpoints of earlier versions."""
 
 
 Versioned = TypeVar(

@@ -191,6 +191,25 @@ class Rounds(Section):
     """Of eval.suite; with eval's temperatures, and as many tokens as eval asks for."""
     most_gap: Annotated[float, Field(gt=0)] | None = None
     """The run ends where simulated acceptance is further above the chain's real one. None: never."""
+    handover: Literal["sleep", "stop"] = "sleep"
+    """How drafting engines leave GPUs that they share to the trainer: asleep, with their weights in host
+    memory, or ended, to be started again."""
+    ahead: bool = False
+    """A round's data is made while the round before it is trained on; its drafter is then a round older."""
+    engine_gpus: Annotated[list[Natural], Field(min_length=1)] | None = None
+    """GPUs that engines have to themselves, numbered as nvidia-smi does; the trainer takes others
+    (`deepspeed --include localhost:N`). Only with `ahead`, which needs them where there are GPUs."""
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> "Rounds":
+        if self.engine_gpus is not None and not self.ahead:
+            raise ValueError("engine_gpus without ahead: write ahead: true, or leave engine_gpus out")
+        return self
+
+    @property
+    def engines_sleep(self) -> bool:
+        """Whether drafting engines are asleep at some time: between the second round and the third."""
+        return self.handover == "sleep" and not self.ahead and self.count > 2
 
 
 class Eval(Section):
@@ -241,6 +260,11 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> "Recipe":
+        if self.rounds.count > self.train.steps:
+            raise ValueError(
+                f"rounds.count {self.rounds.count} is more than train.steps {self.train.steps}: a round takes"
+                " a step at least"
+            )
         longest = self.data.max_prompt_tokens + self.data.sampling.max_tokens
         if longest > self.serve.max_model_len:
             raise ValueError(

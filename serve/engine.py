@@ -99,15 +99,20 @@ def engine_arguments(
     ckpt: Path | None,
     budget: int | None,
     swappable: Mapping[str, Any] | None = None,
+    *,
+    sleeps: bool = False,
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's EngineArgs (and of LLM).
 
     `budget` None drafts the stock DFlash chain with the checkpoint, PLAIN_BUDGET decodes without a drafter,
     and any other number drafts trees of so many nodes.  `swappable`: options of `serve.served.Served`, where
-    other checkpoints may take the drafter's place while the engine runs.
+    other checkpoints may take the drafter's place while the engine runs.  `sleeps`: on CUDA the engine may
+    leave the GPU to others for a while; a CPU's has no such mode, and is as without.
     """
     check_budget(budget)
     arguments = _target_arguments(target) | _capacity_arguments(serve) | _device_arguments(serve)
+    if sleeps and is_cuda():
+        arguments |= {"enable_sleep_mode": True, "sleep_mode_offload_cudagraph": True}
     if ckpt is None or budget == PLAIN_BUDGET:
         return arguments
     arguments["speculative_config"], options = _drafting(ckpt, budget)

@@ -1,7 +1,7 @@
 """The target in this process, generating with capture: token ids in, the target's text and tap states out.
 
 Given texts are read: prefilled, for their tap states alone.  With a drafter an answer takes fewer steps;
-another drafter may take its place between two calls.
+another drafter may take its place between two calls, and the engine may sleep, its GPU left to others.
 
 The environment must be the engine's (`serve.engine.child_environment`) before an engine starts: vLLM reads it
 when it is imported.  Called by data/shard_maker.py.
@@ -73,9 +73,12 @@ class CapturingEngine:
         target_layer_ids: Sequence[int],
         spool: Path,
         drafting: Drafting | None = None,
+        *,
+        sleeps: bool = False,
     ) -> None:
+        """sleeps: it can be laid to sleep, for which vLLM keeps its memory in pools of another kind."""
         self._spool = spool
-        self._engine = _start_engine(target, serve, target_layer_ids, drafting)
+        self._engine = _start_engine(target, serve, target_layer_ids, drafting, sleeps=sleeps)
         self._call_workers("start_capture", str(spool))
 
     def swap(self, ckpt: Path) -> None:
@@ -84,6 +87,13 @@ class CapturingEngine:
             if "refused" in said:
                 raise MachineError(said["refused"])
         self._engine.reset_prefix_cache(reset_running_requests=True)
+
+    def sleep(self) -> None:
+        """Weights and graphs go to host memory, caches are forgotten (vLLM's sleep level 1)."""
+        self._engine.sleep(level=1)
+
+    def wake(self) -> None:
+        self._engine.wake_up()
 
     def answer(
         self,
@@ -166,17 +176,22 @@ class CapturingEngine:
 
 
 def _start_engine(
-    target: Target, serve: Serve, target_layer_ids: Sequence[int], drafting: Drafting | None
+    target: Target,
+    serve: Serve,
+    target_layer_ids: Sequence[int],
+    drafting: Drafting | None,
+    *,
+    sleeps: bool,
 ) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process; workers may be others
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are of CPU set-up
     from vllm import EngineArgs, LLMEngine  # noqa: PLC0415 - it reads the environment
 
     if drafting is None:
-        arguments = engine_arguments(target, serve, None, PLAIN_BUDGET)
+        arguments = engine_arguments(target, serve, None, PLAIN_BUDGET, sleeps=sleeps)
     else:
         swappable = describe_served(drafting.ckpt, target, None).options()
-        arguments = engine_arguments(target, serve, drafting.ckpt, drafting.budget, swappable)
+        arguments = engine_arguments(target, serve, drafting.ckpt, drafting.budget, swappable, sleeps=sleeps)
     arguments["additional_config"].setdefault(SECTION, {}).update(capture_options(target_layer_ids)[SECTION])
     return LLMEngine.from_engine_args(EngineArgs(**arguments, disable_log_stats=True, use_tqdm_on_load=False))
 

@@ -2,12 +2,11 @@
 
     python generation_probe.py float32|bfloat16 OUT.pt
 
-Told in either precision: {way: answers}, what a prefill reads of the same texts, and how many accepted paths
-were no chains.  In float32 also what a misfit drafter was told; in bfloat16, which is that of shards, what
-making a shard says to each fault of capture.
+Told in either precision: {way: answers}, what a prefill reads of the same texts, how many accepted paths were
+no chains, what a misfit drafter was told, and on a GPU what sleep did.  In bfloat16, which is that of shards,
+also what making a shard says to each fault of capture.
 """
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from capture_faults import (
     Fault,
     counted_moves,
@@ -33,12 +33,19 @@ from data.prompts import load_prompts
 from data.shard_maker import Made, ShardMaker
 from recipes.errors import MachineError
 from recipes.schema import Sampling, Serve, Target
-from serve.engine import child_environment
+from serve.engine import enter_environment, is_cuda
 from serve.generation import Answer, CapturingEngine, Drafting, Request
 
 REFERENCE = EMBEDDED_TARGET.parent / "drafter"
 TAPS = [1, 3, 5, 6]
-SERVE = Serve(max_model_len=256, max_num_seqs=3, max_num_batched_tokens=100, enforce_eager=True)
+SERVE = Serve(
+    max_model_len=256,
+    max_num_seqs=3,
+    max_num_batched_tokens=100,
+    enforce_eager=not is_cuda(),
+    kv_cache_gib=1,
+    gpu_memory_utilization=0.2,
+)
 WAYS = {
     "greedy": (Sampling(temperature=0.0, max_tokens=32), False),
     "sampled": (Sampling(temperature=0.7, max_tokens=32), False),
@@ -75,15 +82,30 @@ def tell_longest(engine: CapturingEngine, prompts: Sequence[Rendered]) -> dict[s
 
 
 def tell_swaps(engine: CapturingEngine, prompts: Sequence[Rendered], folder: Path) -> dict[str, Any]:
-    requests = [Request(prompt.token_ids, prompt.seed) for prompt in prompts]
     told: dict[str, Any] = {}
     try:
         engine.swap(write_random_drafter(folder / "misfit"))
     except MachineError as refusal:
         told["refusal"] = str(refusal)
     engine.swap(REFERENCE)
-    told["after"] = engine.answer(requests, *WAYS["greedy"][:1], lambda *_: None)
+    told["after"] = answer_greedily(engine, prompts)
     return told
+
+
+def tell_sleep(engine: CapturingEngine, prompts: Sequence[Rendered]) -> dict[str, Any]:
+    """Bytes of the GPU that each of two sleeps freed, and the answers after them."""
+    freed = []
+    for _ in range(2):
+        awake = torch.cuda.mem_get_info()[0]
+        engine.sleep()
+        freed.append(torch.cuda.mem_get_info()[0] - awake)
+        engine.wake()
+    return {"freed": freed, "woken": answer_greedily(engine, prompts)}
+
+
+def answer_greedily(engine: CapturingEngine, prompts: Sequence[Rendered]) -> list[Answer]:
+    requests = [Request(prompt.token_ids, prompt.seed) for prompt in prompts]
+    return engine.answer(requests, WAYS["greedy"][0], lambda *_: None)
 
 
 def tell_faults(engine: CapturingEngine, prompts: Sequence[Rendered], folder: Path) -> dict[str, Any]:
@@ -95,7 +117,7 @@ def tell_faults(engine: CapturingEngine, prompts: Sequence[Rendered], folder: Pa
         "data.check_again=2",
         "data.check_cosine=0.998",
     )
-    with patch("data.shard_maker.CapturingEngine", lambda *_: engine):
+    with patch("data.shard_maker.CapturingEngine", lambda *_, **__: engine):
         maker, fresh = (ShardMaker(recipe, folder, folder / "spool", lambda *_: None) for _ in range(2))
     whole = maker.make(0, prompts)  # the first, which transformers vouches for
     later: Mapping[str, Fault] = {
@@ -125,23 +147,22 @@ def make_with(
 
 
 def main(dtype: str, out: str) -> None:
-    import torch  # noqa: PLC0415 - it reads the environment
-
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_TARGET)
     prompts = render(load_prompts("stdlib:heldout", 5), tokenizer)
     with TemporaryDirectory() as name:
         folder = Path(name)
-        engine = CapturingEngine(target_in(dtype), SERVE, TAPS, folder / "spool", Drafting(REFERENCE, 15))
+        drafting = Drafting(REFERENCE, 15)
+        engine = CapturingEngine(target_in(dtype), SERVE, TAPS, folder / "spool", drafting, sleeps=is_cuda())
         told = {"prompts": [prompt.token_ids for prompt in prompts], **tell_ways(engine, prompts)}
         told["longest"] = tell_longest(engine, prompts)
-        if dtype == "float32":
-            told |= tell_swaps(engine, prompts, folder)
-        else:
+        if is_cuda():
+            told |= tell_sleep(engine, prompts)
+        told |= tell_swaps(engine, prompts, folder)
+        if dtype == "bfloat16":
             told |= tell_faults(engine, prompts, folder)
     torch.save(told, out)
 
 
 if __name__ == "__main__":
-    if "OMP_NUM_THREADS" not in os.environ or os.environ.get("TRITON_INTERPRET") != "1":
-        os.execve(sys.executable, [sys.executable, *sys.argv], child_environment())
+    enter_environment()
     main(*sys.argv[1:])

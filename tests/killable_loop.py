@@ -2,9 +2,10 @@
 
     python tests/killable_loop.py < ORDERS
 
-An order is a line of JSON, of one life of the command: {"overrides": [...], "log": FILE, "changed": PATH or
-null, "number": N, "filler": FILE or null}.  Before the N-th change of that path below output_dir, or of any,
-it ends as by kill -9, or a filler fills the disk; N = 0 is never.  The answer is a line with the exit code.
+An order is a line of JSON, of one life of the command: {"overrides": [...], "log": FILE, "takes_turns": BOOL,
+"changed": PATH or null, "number": N, "filler": FILE or null}.  Before the N-th change of that path below
+output_dir, or of any, it ends as by kill -9, or a filler fills the disk; N = 0 is never.  Where it takes
+turns, engines and trainer leave each other the device, as a GPU.  The answer is a line with the exit code.
 
 Engines and trainer share the process here; tests/kills.py kills real ones.
 """
@@ -39,6 +40,7 @@ from serve.capture import read_spooled, spool_path
 from serve.generation import Answer, Request
 from serve.tensor_file import TensorParts, write_tensors
 from train import distill
+from train.ranks import Ranks
 
 VOCABULARY, HIDDEN, FIRST_TOKEN = 4096, 256, 10  # of the embedded target; tokens before those have meanings
 
@@ -50,21 +52,41 @@ class StubEngine:
     """As `serve.generation.CapturingEngine`: answers depend on the prompt alone, states on the text."""
 
     def __init__(
-        self, _target: Any, _serve: Any, target_layer_ids: Sequence[int], spool: Path, drafting: Any = None
+        self,
+        _target: Any,
+        _serve: Any,
+        target_layer_ids: Sequence[int],
+        spool: Path,
+        drafting: Any = None,
+        *,
+        sleeps: bool = False,
     ) -> None:
         self._width = len(target_layer_ids) * HIDDEN
         self._spool, self._is_drafting = spool, drafting is not None
+        self._sleeps, self._is_awake = sleeps, True
         spool.mkdir(parents=True, exist_ok=True)
 
     def swap(self, ckpt: Path) -> None:
+        assert self._is_awake
         assert (ckpt / "model.safetensors").is_file(), ckpt
 
+    def sleep(self) -> None:
+        assert self._sleeps
+        assert self._is_awake
+        self._is_awake = False
+
+    def wake(self) -> None:
+        assert not self._is_awake
+        self._is_awake = True
+
     def read(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        assert self._is_awake
         return [self._states(text)[:-1] for text in texts]
 
     def answer(
         self, requests: Sequence[Request], sampling: Sampling, on_step: Any, *, is_chain: bool = False
     ) -> list[Answer]:
+        assert self._is_awake
         return [self._answer_one(str(number), each, sampling) for number, each in enumerate(requests)]
 
     def _answer_one(self, name: str, request: Request, sampling: Sampling) -> Answer:
@@ -119,6 +141,9 @@ class DataPhaseHere:
     def __exit__(self, *failure: Any) -> None:
         if self._plan is not None:
             self._fleet.__exit__(*failure)
+
+    def begin(self, number: int, checkpoint: Path | None) -> None:
+        self.make(number, checkpoint)
 
     def make(self, number: int, checkpoint: Path | None) -> RoundManifest:
         if self._plan is None:
@@ -207,6 +232,9 @@ def live(order: SimpleNamespace) -> None:
     with Path(order.log).open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    if order.takes_turns:
+        host.is_cuda = lambda: True
+        Ranks.is_on_gpu = True  # type: ignore[assignment, method-assign]
     sys.argv = ["train/distill.py", str(SMALL_RECIPE), *order.overrides]
     folder = load_recipe(SMALL_RECIPE, order.overrides).output_dir
     act = partial(fill_disk, order.filler) if order.filler else die

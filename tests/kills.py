@@ -84,8 +84,8 @@ PHASES = (
     ("measuring", "train/distill.py:measure"),
 )
 START = "start"
-# Every process is made to tell, when asked by a signal, where it is; faulthandler would do it without Python's
-# lock, and crash one in some hundred times
+# Every process is made to tell, when asked by a signal, where it is; faulthandler would do it without
+# Python's lock, and crash one in some hundred times
 TELLS_STACKS = """\
 import os, signal, traceback
 def tell(number, frame):

@@ -50,6 +50,8 @@ class Run:
     folder: Path
     output_dir: Path
     settings: dict[str, Any]
+    takes_turns: bool = False
+    """Engines and trainer leave each other the device, as on a GPU."""
 
     @property
     def overrides(self) -> list[str]:
@@ -63,13 +65,19 @@ class Run:
         return (self.folder / "log").read_text()
 
 
-def prepare_run(folder: Path, settings: dict[str, Any] | None = None, disk: Path | None = None) -> Run:
+def prepare_run(
+    folder: Path,
+    settings: dict[str, Any] | None = None,
+    disk: Path | None = None,
+    *,
+    takes_turns: bool = False,
+) -> Run:
     """Its prompts and its log in `folder`, all that it makes on `disk` if there is one."""
     folder.mkdir(parents=True, exist_ok=True)
     questions = [[{"role": "user", "content": f"What is f{number}?"}] for number in range(NUM_PROMPTS)]
     lines = [json.dumps({"messages": messages}) for messages in questions]
     (folder / "prompts.jsonl").write_text("\n".join(lines))
-    return Run(folder, (disk or folder) / "run", settings or {})
+    return Run(folder, (disk or folder) / "run", settings or {}, takes_turns)
 
 
 class Lives:
@@ -99,7 +107,7 @@ class Lives:
         assert self._process.stdout is not None
         log = str(run.folder / "log")
         order = {"overrides": run.overrides, "log": log, "changed": changed, "number": number}
-        order["filler"] = None if filler is None else str(filler)
+        order |= {"filler": None if filler is None else str(filler), "takes_turns": run.takes_turns}
         print(json.dumps(order), file=self._process.stdin, flush=True)
         return int(self._process.stdout.readline())
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data import host
-from data.engines import Measurement
+from data.engines import Command, Measurement, Swap
 from data.filling import Tally, count_captured
 from data.host import Fleet, Order, take_pulses, take_round
 from data.rounds import check_shares, of_round, read_round, share_shards
@@ -131,7 +131,12 @@ def done(monkeypatch) -> list[object]:
     monkeypatch.setattr(host, "running_engines", running_engines)
     monkeypatch.setattr(host, "make_shards", make_shards)
     monkeypatch.setattr(host, "take_pulses", lambda *_: happened.append("pulse") or [])
-    monkeypatch.setattr(host, "tell_all", lambda _, job: happened.append(("swap", job.ckpt.name)))
+
+    def tell_all(_engines, job):
+        if job is not Command.GREET:
+            happened.append(("swap", job.ckpt.name) if isinstance(job, Swap) else job.name.lower())
+
+    monkeypatch.setattr(host, "tell_all", tell_all)
     return happened
 
 
@@ -167,26 +172,61 @@ def test_the_least_cosine_of_a_round_is_that_of_any_layer(tmp_path):
     assert count_captured(Plan(tmp_path, there={0, 1}), 0, tally).least_cosine == 0.9991
 
 
-def test_pulses_and_swaps_are_timed_where_there_are_any(tmp_path, done, monkeypatch):
+@pytest.mark.parametrize(
+    ("has_gpu", "timed"),
+    [
+        (False, [{"start"}, {"start", "pulse"}, {"swap", "pulse"}]),
+        (True, [{"start"}, {"start", "pulse", "sleep"}, {"wake", "swap", "pulse"}]),
+    ],
+)
+def test_what_a_round_spends_on_its_engines_is_timed(tmp_path, done, monkeypatch, has_gpu, timed):
     ticks = itertools.count(0.0, 2.0)
     monkeypatch.setattr(host.time, "monotonic", lambda: next(ticks))
+    monkeypatch.setattr(host, "is_cuda", lambda: has_gpu)
     take(Plan(tmp_path, there=set()), (0, None), (1, "c/1"), (2, "c/2"))
     reports = [read_round(tmp_path, number) for number in range(3)]
-    assert [(each.swap_seconds, each.pulse_seconds) for each in reports] == [(None, None), (None, 2), (2, 2)]
+    kinds = ("start", "wake", "swap", "pulse", "sleep")
+    seconds = [{kind: getattr(each, f"{kind}_seconds") for kind in kinds} for each in reports]
+    assert seconds == [{kind: 2.0 if kind in those else None for kind in kinds} for those in timed]
 
 
-@pytest.mark.parametrize(("policy", "consumed"), [("keep", []), ("rolling", [0, 1, 2])])
-def test_rolling_shards_are_consumed_as_the_next_round_begins(tmp_path, done, policy, consumed):
-    plan = Plan(tmp_path, set(), f"data.policy={policy}")
+@pytest.mark.parametrize(
+    ("settings", "consumed"),
+    [
+        (["data.policy=keep"], []),
+        (["data.policy=rolling"], [0, 1, 2]),
+        (["data.policy=rolling", "rounds.ahead=true"], [-1, 0, 1]),  # the round before is being trained on
+    ],
+)
+def test_rolling_shards_are_consumed_once_they_were_trained_on(tmp_path, done, settings, consumed):
+    plan = Plan(tmp_path, set(), *settings)
     take(plan, (0, None), (1, "c/1"), (2, "c/2"))
     assert plan.writer.consumed == consumed
 
 
-def test_on_a_gpu_engines_end_with_the_round(tmp_path, done, monkeypatch):
+DRAFTING = ["start", "pulse", "make"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([], ["stop", *DRAFTING, "sleep", "wake", "swap", "pulse", "make", "stop"]),
+        (["rounds.handover=stop"], ["stop", *DRAFTING, "stop", *DRAFTING, "stop"]),
+        (["rounds.ahead=true"], ["stop", *DRAFTING, "swap", "pulse", "make", "stop"]),
+    ],
+)
+def test_gpus_are_left_to_the_trainer_where_it_shares_them(tmp_path, done, monkeypatch, settings, expected):
     monkeypatch.setattr(host, "is_cuda", lambda: True)
-    take(Plan(tmp_path, there=set()), (0, None), (1, "c/1"), (2, "c/2"))
+    take(Plan(tmp_path, set(), *settings), (0, None), (1, "c/1"), (2, "c/2"))
     kinds = [each if isinstance(each, str) else each[0] for each in done]
-    assert kinds == ["start", "make", "stop", *["start", "pulse", "make", "stop"] * 2]
+    assert kinds == ["start", "make", *expected]
+
+
+def test_the_last_round_has_no_use_for_sleep(tmp_path, done, monkeypatch):
+    monkeypatch.setattr(host, "is_cuda", lambda: True)
+    take(Plan(tmp_path, set(), "rounds.count=2"), (0, None), (1, "c/1"))
+    assert "sleep" not in done
+    assert not Rounds(count=2).engines_sleep
 
 
 def test_after_an_interruption_only_what_is_missing_is_made(tmp_path, done):

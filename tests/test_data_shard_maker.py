@@ -69,7 +69,7 @@ class FunctionEngine:
 @pytest.fixture
 def engine(monkeypatch) -> FunctionEngine:
     made = FunctionEngine()
-    monkeypatch.setattr(shard_maker, "CapturingEngine", lambda *_: made)
+    monkeypatch.setattr(shard_maker, "CapturingEngine", lambda *_, **__: made)
     return made
 
 

@@ -13,10 +13,10 @@ from generation_probe import SERVE, TAPS, WAYS, target_in
 
 from data.hooked_target import HookedTarget
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="fp32, which FlashAttention does not know"),
-]
+pytestmark = pytest.mark.engine
+IS_CUDA = torch.cuda.is_available()
+DTYPES = ["bfloat16"] if IS_CUDA else ["float32", "bfloat16"]
+needs_fp32 = pytest.mark.skipif(IS_CUDA, reason="FlashAttention knows no fp32")
 
 TOLERANCE = 2e-4
 """Of a state in float32, whose size is about 1."""
@@ -40,7 +40,7 @@ def all_told(tmp_path_factory) -> dict[str, dict[str, Any]]:
             stderr=subprocess.PIPE,
             text=True,
         )
-        for dtype in LEAST_COSINE
+        for dtype in DTYPES
     }
     for process in started.values():
         said = process.communicate(timeout=300)[1]
@@ -60,7 +60,7 @@ def told_of_faults(all_told) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def targets() -> dict[str, HookedTarget]:
-    return {dtype: HookedTarget(target_in(dtype), TAPS) for dtype in LEAST_COSINE}
+    return {dtype: HookedTarget(target_in(dtype), TAPS) for dtype in DTYPES}
 
 
 def least_cosine(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -70,7 +70,7 @@ def least_cosine(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(torch.cosine_similarity(*by_tap, dim=-1).min())
 
 
-@pytest.mark.parametrize("dtype", LEAST_COSINE)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", WAYS)
 def test_captured_states_are_a_prefills_and_the_transformers_models_at_every_tap_and_position(
     all_told, targets, dtype, way
@@ -90,14 +90,14 @@ def test_captured_states_are_a_prefills_and_the_transformers_models_at_every_tap
     assert len(lengths) > 2  # a ragged batch
 
 
-@pytest.mark.parametrize("dtype", LEAST_COSINE)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_accepted_paths_were_side_branches_of_trees_and_never_of_chains(all_told, dtype):
     moves = all_told[dtype]["moves"]
     assert min(moves["greedy"], moves["sampled"]) >= 5
     assert moves["chain"] == moves["sampled chain"] == 0
 
 
-@pytest.mark.parametrize("dtype", LEAST_COSINE)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_text_as_long_as_the_engine_takes_is_read_in_chunks_beside_a_short_one(all_told, targets, dtype):
     longest = all_told[dtype]["longest"]
     assert [len(text) for text in longest["texts"]] == [SERVE.max_model_len, 3]
@@ -107,6 +107,7 @@ def test_a_text_as_long_as_the_engine_takes_is_read_in_chunks_beside_a_short_one
         assert least_cosine(read, expected) >= LEAST_COSINE[dtype]
 
 
+@needs_fp32
 def test_a_state_of_another_row_would_show(told, targets):
     prompt, answer = told["prompts"][0], told["answers"]["greedy"][0]
     expected = targets["float32"].compute_taps(torch.tensor([*prompt, *answer.token_ids]))
@@ -156,6 +157,7 @@ def test_answers_whose_states_are_not_all_there_are_left_out_and_counted(told_of
 # Trees, chains and swaps
 
 
+@needs_fp32
 def test_trees_give_the_text_of_chains_in_fewer_steps(told):
     greedy, chain = told["answers"]["greedy"], told["answers"]["chain"]
     assert [answer.token_ids for answer in greedy] == [answer.token_ids for answer in chain]
@@ -163,20 +165,35 @@ def test_trees_give_the_text_of_chains_in_fewer_steps(told):
     assert trees < chains < sum(len(answer.token_ids) for answer in chain) / 2
 
 
-def test_chunks_are_the_text_in_steps(told):
-    for answers in told["answers"].values():
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chunks_are_the_text_in_steps(all_told, dtype):
+    for answers in all_told[dtype]["answers"].values():
         for answer in answers:
             assert answer.chunks[0] == 1
             assert sum(answer.chunks) == len(answer.token_ids)
 
 
-def test_a_drafter_that_does_not_fit_is_refused_and_another_may_come(told):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_drafter_that_does_not_fit_is_refused_and_another_may_come(all_told, dtype):
+    told = all_told[dtype]
     greedy = told["answers"]["greedy"]
     assert "target_layer_ids is [2, 4, 6], the engine was started for [1, 3, 5, 6]" in told["refusal"]
     assert [answer.token_ids for answer in told["after"]] == [answer.token_ids for answer in greedy]
     assert [answer.chunks for answer in told["after"]] == [answer.chunks for answer in greedy]
 
 
-def test_a_swap_leaves_the_taps_as_they_were(told):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_swap_leaves_the_taps_as_they_were(all_told, dtype):
+    told = all_told[dtype]
     for before, after in zip(told["answers"]["greedy"], told["after"], strict=True):
+        assert torch.equal(before.hidden, after.hidden)
+
+
+@pytest.mark.skipif(not IS_CUDA, reason="vLLM sleeps on a GPU alone")
+def test_an_engine_that_slept_answers_and_captures_as_before(all_told):
+    told = all_told["bfloat16"]
+    assert min(told["freed"]) > 0.9 * SERVE.kv_cache_gib * 2**30
+    for before, after in zip(told["answers"]["greedy"], told["woken"], strict=True):
+        assert before.token_ids == after.token_ids
+        assert before.chunks == after.chunks
         assert torch.equal(before.hidden, after.hidden)

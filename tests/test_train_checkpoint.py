@@ -75,6 +75,13 @@ def test_latest_follows_and_old_checkpoints_go(tmp_path):
     assert (tmp_path / "latest" / "config.json").is_file()
 
 
+def test_a_checkpoint_that_drafts_stays(tmp_path):
+    for step in (2, 4, 10, 12):
+        publish(tmp_path, drafter_weights(), tiny_config(), manifest_at(step))
+    prune(tmp_path, keep=1, spared_step=4)
+    assert published_steps(tmp_path) == [4, 12]
+
+
 @pytest.mark.parametrize("broken_step", ["save_file", "write_json", "settle", "write_text"])
 def test_an_interrupted_publication_leaves_the_last_checkpoint_in_place(broken_step, tmp_path, monkeypatch):
     publish(tmp_path, drafter_weights(), tiny_config(), manifest_at(1))

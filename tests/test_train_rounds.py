@@ -4,24 +4,61 @@ from pathlib import Path
 
 import pytest
 from drafters import tiny_recipe
+from pydantic import ValidationError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from recipes.errors import MachineError, UserError
 from recipes.manifest import Captured, Pulse, RoundManifest
+from recipes.schema import Rounds
 from train import rounds
 from train.loop import Distilled
-from train.pulse import check_gap, curve_points, describe, draw_round, is_drawn
-from train.rounds import DataPhase, Round, plan_rounds
+from train.pulse import check_gap, data_points, describe, drafter_points, draw_round, is_drawn
+from train.rounds import DataPhase, Round, check_devices, engine_devices, plan_rounds
 
 
 @pytest.mark.parametrize(
     ("count", "steps", "ends"),
-    [(1, 10, [10]), (3, 10, [3, 6, 10]), (4, 3, [0, 1, 2, 3]), (2, 2100, [1050, 2100])],
+    [(1, 10, [10]), (3, 10, [3, 6, 10]), (4, 5, [1, 2, 3, 5]), (2, 2100, [1050, 2100])],
 )
 def test_steps_are_shared_out(count, steps, ends):
     planned = plan_rounds(tiny_recipe(f"rounds.count={count}", f"train.steps={steps}"))
     assert [each.steps.stop for each in planned] == ends
     assert [step for each in planned for step in each.steps] == list(range(steps))
+
+
+def test_a_round_takes_a_step_at_least():
+    with pytest.raises(UserError, match=r"rounds\.count 4 .* train\.steps 3"):
+        tiny_recipe("rounds.count=4", "train.steps=3")
+
+
+# Engines beside the trainer
+
+
+def test_engines_with_gpus_of_their_own_see_no_others():
+    assert engine_devices(Rounds()) == {}
+    assert engine_devices(Rounds(ahead=True, engine_gpus=[2, 3])) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    with pytest.raises(ValidationError, match="engine_gpus without ahead"):
+        Rounds(engine_gpus=[2])
+
+
+@pytest.mark.parametrize(("visible", "trainer_gpus"), [(None, 1), ("0", 1), ("2,0,1", 2), ("GPU-a,1", 1)])
+def test_trainer_and_engines_take_different_gpus(monkeypatch, visible, trainer_gpus):
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    check_devices(Rounds(ahead=True, engine_gpus=[1]), trainer_gpus)
+    check_devices(Rounds(), trainer_gpus)
+    check_devices(Rounds(ahead=True), 0)
+
+
+@pytest.mark.parametrize(("visible", "others"), [("0,1", "0"), ("1", "N")])
+def test_a_gpu_for_both_is_a_users_mistake(monkeypatch, visible, others):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(UserError, match=rf"both take GPU 1: .*--include localhost:{others}`"):
+        check_devices(Rounds(ahead=True, engine_gpus=[1]), len(visible.split(",")))
+    with pytest.raises(UserError, match=r"needs rounds\.engine_gpus"):
+        check_devices(Rounds(ahead=True), 1)
 
 
 # The child
@@ -70,6 +107,23 @@ def test_one_child_serves_all_rounds_and_ends_with_its_input(phase, tmp_path):
         child = data._child
     assert child.returncode == 0
     assert len(starts(tmp_path)) == 1
+
+
+def test_a_round_is_ordered_once_and_waited_for_later(phase, tmp_path):
+    with phase("(out / 'orders').open('a').write(line)") as data:
+        data.begin(0, Path("c"))
+        assert data.make(0, Path("c")).checkpoint == "c"
+        data.begin(0, Path("c"))
+    assert len((tmp_path / "orders").read_text().splitlines()) == 1
+
+
+def test_a_child_that_dies_before_anyone_waits_is_started_again(phase, tmp_path):
+    dies_once = "len(open(out / 'starts').readlines()) > 1 or os.kill(os.getpid(), 9)"
+    with phase(dies_once) as data:
+        data.begin(0, None)
+        data._child.wait()
+        assert data.make(0, None).round == 0
+    assert len(starts(tmp_path)) == 2
 
 
 def test_a_round_that_is_done_needs_no_child(phase, tmp_path):
@@ -128,7 +182,7 @@ def report(*pulses: tuple[float, bool, int, int]) -> RoundManifest:
 
 def test_curves_show_the_first_temperature():
     said = report((0.0, True, 10, 20), (0.0, False, 10, 30), (0.7, True, 10, 11))
-    points = dict(curve_points(said, simulated=2.5, num_drafts=2))
+    points = dict(drafter_points(said, simulated=2.5, num_drafts=2)) | dict(data_points(said))
     assert (points["accept_real/chain"], points["accept_real/tree"]) == (2.0, 3.0)
     assert (points["accept_real/depth_1"], points["accept_real/depth_2"]) == (0.5, 0.0)
     assert "accept_real/depth_3" not in points
@@ -147,10 +201,8 @@ CAPTURED = Captured(
 
 
 def test_curves_tell_what_was_captured_and_how_long_it_took():
-    times = {"captured": CAPTURED, "swap_seconds": 0.25, "pulse_seconds": 3.0}
-    before, after = (
-        dict(curve_points(said, None, 7)) for said in (report(), report().model_copy(update=times))
-    )
+    times = {"captured": CAPTURED, "swap_seconds": 0.25, "pulse_seconds": 3.0, "start_seconds": 40.0}
+    before, after = (dict(data_points(said)) for said in (report(), report().model_copy(update=times)))
     assert {tag: value for tag, value in after.items() if tag not in before} == {
         "capture/sequences": 90,
         "capture/tokens": 4000,
@@ -159,6 +211,7 @@ def test_curves_tell_what_was_captured_and_how_long_it_took():
         "capture/dropped_empty_answer": 2,
         "capture/dropped_incomplete": 1,
         "capture/least_cosine": 0.5,
+        "time/start_s": 40.0,
         "time/swap_s": 0.25,
         "time/pulse_s": 3.0,
     }
@@ -167,26 +220,29 @@ def test_curves_tell_what_was_captured_and_how_long_it_took():
 
 def test_states_that_nobody_compared_have_no_cosine():
     unchecked = CAPTURED.model_copy(update={"least_cosine": None})
-    assert "capture/least_cosine" not in dict(
-        curve_points(report().model_copy(update={"captured": unchecked}), None, 7)
-    )
+    said = report().model_copy(update={"captured": unchecked})
+    assert "capture/least_cosine" not in dict(data_points(said))
 
 
-def test_a_rounds_points_stand_at_the_step_it_begins_with(tmp_path):
+def test_points_stand_at_the_drafters_step_and_at_that_of_the_data(tmp_path):
     assert not is_drawn(tmp_path)
     said = report((0.0, True, 10, 20), (0.0, False, 10, 30))
     recipe = tiny_recipe(f"output_dir={tmp_path}")
-    draw_round(said, Round(1, range(40, 80)), Distilled(tmp_path, 40, 2.5), recipe)
+    draw_round(said, Round(1, range(40, 80)), Distilled(tmp_path, 30, 2.5), recipe)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert {tag: [point.step for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]} == {
-        tag: [40] for tag, _ in curve_points(said, simulated=2.5, num_drafts=7)
-    }
+    expected = {tag: [30] for tag, _ in drafter_points(said, simulated=2.5, num_drafts=7)}
+    expected |= {tag: [40] for tag, _ in data_points(said)}
+    drawn = events.Tags()["scalars"]
+    assert {tag: [point.step for point in events.Scalars(tag)] for tag in drawn} == expected
     assert is_drawn(tmp_path)
 
 
-def test_a_first_round_has_no_acceptance():
-    points = dict(curve_points(report(), simulated=None, num_drafts=7))
-    assert not [tag for tag in points if tag.startswith("accept")]
+def test_a_first_round_has_no_acceptance(tmp_path):
+    recipe = tiny_recipe(f"output_dir={tmp_path}")
+    draw_round(report(), Round(0, range(40)), None, recipe)
+    drawn = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]
+    assert drawn
+    assert not [tag for tag in drawn if tag.startswith("accept")]
 
 
 def test_a_gap_beyond_what_the_recipe_allows_ends_the_run_with_its_usual_causes():

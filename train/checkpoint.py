@@ -93,11 +93,12 @@ def published_steps(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints, and what an interrupted `publish` or `prune` left."""
+def prune(folder: Path, keep: int, spared_step: int | None = None) -> None:
+    """Removes all but the newest `keep` checkpoints and the spared one, and what an interrupted `publish` or
+    `prune` left."""
     for path in folder.glob(f".{PREFIX}*.tmp"):
         shutil.rmtree(path)
-    for step in published_steps(folder)[:-keep]:
+    for step in set(published_steps(folder)[:-keep]) - {spared_step}:
         nameless = folder / f".{PREFIX}{step}.tmp"
         (folder / f"{PREFIX}{step}").rename(nameless)  # or half of it might be taken for a checkpoint
         shutil.rmtree(nameless)

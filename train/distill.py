@@ -28,7 +28,7 @@ from train.pulse import check_gap, draw_round, is_drawn, show_round
 from train.ranks import Ranks, joined_ranks
 from train.recipe_page import end_session, show_recipe
 from train.resume import RunFolders, remove_leftovers
-from train.rounds import DataPhase, Round, plan_rounds
+from train.rounds import DataPhase, Round, check_devices, plan_rounds
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _CHILD = Path(__file__).with_name("child.py")
@@ -37,7 +37,7 @@ _CHILD = Path(__file__).with_name("child.py")
 def main() -> None:
     arguments = parse_arguments()
     with joined_ranks() as ranks:
-        ranks.on_main(lambda: check(arguments, ranks.world_size))
+        ranks.on_main(lambda: check(arguments, ranks))
         recipe = load_recipe(arguments.recipe, arguments.overrides)
         ranks.on_main(lambda: remove_leftovers(RunFolders(recipe.output_dir)))
         ranks.on_main(lambda: show(recipe))
@@ -50,14 +50,28 @@ def main() -> None:
 
 
 def take_rounds(recipe: Recipe, arguments: argparse.Namespace, ranks: Ranks) -> Distilled:
-    """Each round: the engine measures the newest drafter and makes data with it; training goes on."""
-    training, distilled = Distillation(recipe, ranks), None
+    """Each round: the engine measures the newest drafter and makes data with it; training goes on.
+
+    They take turns on the same devices; or, `rounds.ahead`, the next round's data is made meanwhile, with the
+    drafter that this round begins with.
+    """
+    ahead, training = recipe.rounds.ahead, Distillation(recipe, ranks)
+    drafter: Distilled | None = None
+    newest: Distilled | None = None
     with DataPhase(recipe, [str(arguments.recipe), *arguments.overrides]) as data:
         for each in plan_rounds(recipe):
-            ranks.on_main(partial(regenerate, recipe, arguments, data, each, distilled))
-            distilled = training.take(each)
-    assert distilled is not None, "a recipe has at least one round"
-    return distilled
+            ranks.on_main(partial(regenerate, recipe, arguments, data, each, drafter))
+            if ahead:
+                drafter = newest
+                ranks.on_main(partial(order_next, recipe, data, each, drafter))
+            newest = training.take(each)
+            if not ahead:
+                drafter = newest
+                if ranks.is_on_gpu:
+                    training.leave_device()
+    training.leave_device()  # which the engine that measures wants
+    assert newest is not None, "a recipe has at least one round"
+    return newest
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -70,12 +84,13 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def check(arguments: argparse.Namespace, world_size: int) -> None:
+def check(arguments: argparse.Namespace, ranks: Ranks) -> None:
     """Everything that can be wrong with a recipe, before a model is loaded."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     check_against_target(recipe)
     drafter_config(recipe)
-    check_split(recipe, world_size)
+    check_split(recipe, ranks.world_size)
+    check_devices(recipe.rounds, ranks.gpus_here)
     check_plan(arguments.recipe, recipe)
 
 
@@ -106,6 +121,12 @@ def regenerate(
     show_round(report, which, drafter, recipe)
     if drafter is not None:
         check_gap(report, drafter.simulated_acceptance, recipe.rounds.most_gap)
+
+
+def order_next(recipe: Recipe, data: DataPhase, which: Round, drafter: Distilled | None) -> None:
+    """The data of the round after this one, if there is one."""
+    if which.number + 1 < recipe.rounds.count:
+        data.begin(which.number + 1, None if drafter is None else drafter.checkpoint)
 
 
 def has_shards(recipe: Recipe) -> bool:

@@ -4,6 +4,7 @@ DeepSpeed's keys live in `train.zero`, ranks in `train.ranks`, a step's arithmet
 are put together, timed and shown.  Called by `train/distill.py`, on every rank.
 """
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -17,9 +18,10 @@ from data.rounds import of_round, read_round
 from data.shards import open_shards
 from recipes.errors import MachineError, UserError
 from recipes.load import resolve_model
-from recipes.manifest import ShardManifest, identify_target, read_manifest
+from recipes.manifest import CheckpointManifest, ShardManifest, identify_target, read_manifest
 from recipes.schema import Recipe, Train
 from serve.checkpoint import load_target_config, published_config
+from serve.plan import MANIFEST_NAME
 from train.batches import worst_case_batch
 from train.drafter import DFlashDrafter
 from train.feed import Feed, MicroBatch, read_ahead
@@ -66,14 +68,33 @@ class Distillation:
         first_step = self._steps_taken
         if first_step < which.steps.stop:
             feed = self._feed(which, data)
-            steps, train, saver = range(first_step, which.steps.stop), self._recipe.train, self._saver(data)
+            steps, train = range(first_step, which.steps.stop), self._recipe.train
+            saver = self._saver(which, data)
             with _reporter(self._folders.output_dir, first_step, train.steps, self._ranks) as reporter:
                 start = time.perf_counter()
                 self._progress = _take_steps(steps, train, learner, feed, saver, self._progress, reporter)
                 if reporter is not None:  # of the steps that this run took; saving is counted
                     reporter.draw("time/train_s", time.perf_counter() - start, which.steps.stop)
-        step = max(self._steps_taken, which.steps.stop)
-        return Distilled(self._folders.checkpoint(step), step, self._progress.simulated_acceptance)
+        return self._find_distilled(which)
+
+    def leave_device(self) -> None:
+        """To the engine: what was learnt is on the disk, from which the next round takes it up again."""
+        if self._learner is not None:
+            self._learner.engine.destroy()
+            self._learner = None
+            gc.collect()
+            if self._ranks.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _find_distilled(self, which: Round) -> Distilled:
+        """The checkpoint that a round ended with, or the newest where an earlier run went on from there."""
+        step = which.steps.stop
+        if not self._folders.checkpoint(step).is_dir():
+            step = max(self._steps_taken, step)
+        path = self._folders.checkpoint(step)
+        manifest = read_manifest(path / MANIFEST_NAME, CheckpointManifest)
+        simulated = manifest.simulated_acceptance
+        return Distilled(path, step, self._progress.simulated_acceptance if simulated is None else simulated)
 
     @property
     def _steps_taken(self) -> int:
@@ -84,7 +105,7 @@ class Distillation:
         if self._learner is None:
             self._learner = start_learner(self._recipe, self._ranks)
             stopped_in = self._find_round(find_last_pair(self._folders) or 0)
-            self._progress = self._saver(self._read_data(stopped_in)).go_on(self._learner.engine)
+            self._progress = self._saver(stopped_in, self._read_data(stopped_in)).go_on(self._learner.engine)
             if self._steps_taken < self._recipe.train.steps:
                 rehearse_largest_batch(self._recipe, self._learner, hidden_size)
         return self._learner
@@ -105,8 +126,11 @@ class Distillation:
         train = recipe.train.model_copy(update={"seed": seed})
         return Feed(shards, train, recipe.drafter, ranks.rank, ranks.world_size, which.steps.start)
 
-    def _saver(self, data: ShardManifest) -> Saver:
-        return Saver(self._recipe, self._folders, drafter_config(self._recipe), data, self._ranks)
+    def _saver(self, which: Round, data: ShardManifest) -> Saver:
+        recipe = self._recipe
+        is_drafting = recipe.rounds.ahead and which != self._rounds[-1]
+        drafting_step = which.steps.start if is_drafting else None
+        return Saver(recipe, self._folders, drafter_config(recipe), data, self._ranks, drafting_step)
 
 
 def distil(recipe: Recipe, ranks: Ranks) -> Distilled:

@@ -32,11 +32,13 @@ def show_round(report: RoundManifest, which: Round, drafter: Distilled | None, r
 
 
 def draw_round(report: RoundManifest, which: Round, drafter: Distilled | None, recipe: Recipe) -> None:
-    """TensorBoard's points at the step that the round begins with."""
-    simulated = None if drafter is None else drafter.simulated_acceptance
-    num_drafts = recipe.drafter.block_size - 1
+    """TensorBoard's points: the drafter's at its step, the data's at the one that the round begins with."""
     with SummaryWriter(str(recipe.output_dir / "tensorboard"), filename_suffix=_SUFFIX) as writer:
-        for tag, value in curve_points(report, simulated, num_drafts):
+        if drafter is not None:
+            num_drafts = recipe.drafter.block_size - 1
+            for tag, value in drafter_points(report, drafter.simulated_acceptance, num_drafts):
+                writer.add_scalar(tag, value, drafter.step)
+        for tag, value in data_points(report):
             writer.add_scalar(tag, value, which.steps.start)
 
 
@@ -45,9 +47,7 @@ def is_drawn(output_dir: Path) -> bool:
     return any((output_dir / "tensorboard").glob(f"*{_SUFFIX}"))
 
 
-def curve_points(
-    report: RoundManifest, simulated: float | None, num_drafts: int
-) -> Iterator[tuple[str, float]]:
+def drafter_points(report: RoundManifest, simulated: float, num_drafts: int) -> Iterator[tuple[str, float]]:
     """Tag -> value; real acceptance at the first of eval's temperatures, as in the report."""
     for pulse in leading(report.pulses):
         yield f"accept_real/{'chain' if pulse.is_chain else 'tree'}", pulse.acceptance_length
@@ -55,16 +55,19 @@ def curve_points(
             nowhere = [0] * (num_drafts - len(pulse.reached))
             for depth, count in enumerate([*pulse.reached, *nowhere], start=1):
                 yield f"accept_real/depth_{depth}", count / pulse.steps
-            if simulated is not None:
-                yield "accept_gap", simulated - pulse.acceptance_length
+            yield "accept_gap", simulated - pulse.acceptance_length
+
+
+def data_points(report: RoundManifest) -> Iterator[tuple[str, float]]:
+    """Tag -> value."""
     if report.emitted_tokens:
         yield "data/tokens_per_step", report.tokens_per_step
         yield "data/tokens_per_second", report.tokens_per_second
         yield "time/generate_s", report.engine_seconds / report.num_engines
-    if report.swap_seconds is not None:
-        yield "time/swap_s", report.swap_seconds
-    if report.pulse_seconds is not None:
-        yield "time/pulse_s", report.pulse_seconds
+    for what in ("start", "wake", "swap", "pulse", "sleep"):
+        seconds = getattr(report, f"{what}_seconds")
+        if seconds is not None:
+            yield f"time/{what}_s", seconds
     if report.captured is not None:
         yield from capture_points(report.captured)
 

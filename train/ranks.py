@@ -38,6 +38,15 @@ class Ranks:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def is_on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def gpus_here(self) -> int:
+        """That ranks of this machine take: the first visible ones."""
+        return _count_local() if self.is_on_gpu else 0
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Elementwise over all ranks, in fp64 on the CPU."""
         total = values.detach().to("cpu", torch.float64)
@@ -78,7 +87,7 @@ def joined_ranks() -> Iterator[Ranks]:
     if has_cuda:
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in os.environ:  # a launcher that binds cores sets it
-        _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])))
+        _share_cores(_count_local())
     # NCCL connects at its first use, so that a GPU is free while the data phase's engine runs on it
     dist.init_process_group("cpu:gloo,cuda:nccl" if has_cuda else "gloo", timeout=PATIENCE)
     try:
@@ -88,6 +97,10 @@ def joined_ranks() -> Iterator[Ranks]:
         if has_cuda:  # the engine that measures wants this memory
             gc.collect()
             torch.cuda.empty_cache()
+
+
+def _count_local() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
 
 
 def _share_cores(processes: int) -> None:

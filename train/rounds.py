@@ -17,7 +17,7 @@ from typing import Any
 from data.rounds import read_round
 from recipes.errors import MISTAKE, MachineError, UserError
 from recipes.manifest import RoundManifest
-from recipes.schema import Recipe
+from recipes.schema import Recipe, Rounds
 from serve.engine import child_environment
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -50,6 +50,8 @@ class DataPhase:
         self._recipe = recipe
         self._command = [sys.executable, str(REPOSITORY / "data" / "host.py"), *arguments]
         self._child: subprocess.Popen[str] | None = None
+        self._ordered: int | None = None
+        """The round that this child makes, or made last."""
 
     def __enter__(self) -> "DataPhase":
         return self
@@ -67,13 +69,19 @@ class DataPhase:
             self._child.kill()
             self._child.wait()
 
+    def begin(self, number: int, checkpoint: Path | None) -> None:
+        """Orders a round's shards, for which `make` waits."""
+        if read_round(self._recipe.output_dir, number) is None:
+            self._order(number, checkpoint)
+
     def make(self, number: int, checkpoint: Path | None) -> RoundManifest:
         """Waits for a round's shards.  A child that dies is started once more, and goes on where it was."""
         for _ in range(_STARTS):
             done = read_round(self._recipe.output_dir, number)
             if done is not None:
                 return done
-            code = self._order(number, checkpoint)
+            self._order(number, checkpoint)
+            code = self._wait(number)
             if code == MISTAKE:
                 raise UserError("data/host.py refused, as it says above")
         done = read_round(self._recipe.output_dir, number)
@@ -83,14 +91,21 @@ class DataPhase:
             )
         return done
 
-    def _order(self, number: int, checkpoint: Path | None) -> int | None:
-        """The child's exit code, or None once the round is done."""
+    def _order(self, number: int, checkpoint: Path | None) -> None:
+        """Once of a child."""
         if self._child is None or self._child.poll() is not None:
-            self._child = self._start()
+            self._child, self._ordered = self._start(), None
+        if self._ordered == number:
+            return
         assert self._child.stdin is not None
         order = {"round": number, "checkpoint": None if checkpoint is None else str(checkpoint)}
-        with suppress(BrokenPipeError):  # it may die just now: the code below tells
+        with suppress(BrokenPipeError):  # it may die just now: who waits for it is told
             print(json.dumps(order), file=self._child.stdin, flush=True)
+        self._ordered = number
+
+    def _wait(self, number: int) -> int | None:
+        """The child's exit code, or None once the round is done."""
+        assert self._child is not None
         while read_round(self._recipe.output_dir, number) is None:
             code = self._child.poll()
             if code is not None:
@@ -100,4 +115,34 @@ class DataPhase:
 
     def _start(self) -> subprocess.Popen[str]:
         command = [*self._command, "--parent", str(os.getpid())]
-        return subprocess.Popen(command, env=child_environment(), stdin=subprocess.PIPE, text=True)
+        environment = child_environment() | engine_devices(self._recipe.rounds)
+        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True)
+
+
+def engine_devices(rounds: Rounds) -> dict[str, str]:
+    """What the environment of engines with GPUs of their own says besides."""
+    if rounds.engine_gpus is None:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, rounds.engine_gpus))}
+
+
+def check_devices(rounds: Rounds, trainer_gpus: int) -> None:
+    """Raises UserError unless engines that work beside the trainer have GPUs of their own.
+
+    trainer_gpus: how many the trainer takes, the first visible ones; 0 on a CPU.
+    """
+    if not rounds.ahead or trainer_gpus == 0:
+        return
+    if rounds.engine_gpus is None:
+        raise UserError(
+            "rounds.ahead needs rounds.engine_gpus, which the engines have to themselves beside the trainer's"
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(each) for each in range(trainer_gpus)] if visible is None else visible.split(",")
+    shared = sorted(set(map(str, rounds.engine_gpus)) & set(names[:trainer_gpus]))
+    if shared:
+        others = ",".join(name for name in names if name not in map(str, rounds.engine_gpus)) or "N"
+        raise UserError(
+            f"rounds.engine_gpus and the trainer both take GPU {', '.join(shared)}: give the trainer others,"
+            f" as with `deepspeed --include localhost:{others}`"
+        )

@@ -40,6 +40,8 @@ class Saver:
     """The drafter's published config.json."""
     data: ShardManifest
     ranks: Ranks
+    drafting_step: int | None
+    """Of a checkpoint that engines may be drafting with, which is not removed; None: of none."""
 
     def go_on(self, engine: deepspeed.DeepSpeedEngine) -> Progress:
         """Loads the newest pair into `engine`, if there is one. Raises UserError when it is another run's."""
@@ -100,7 +102,7 @@ class Saver:
     def _keep_only(self, step: int | None) -> None:
         """This state, and the newest checkpoints."""
         keep_only_state(self.folders, step)
-        prune(self.folders.checkpoints, self.recipe.train.keep_checkpoints)
+        prune(self.folders.checkpoints, self.recipe.train.keep_checkpoints, self.drafting_step)
 
     def _describe(self, progress: Progress) -> StateManifest:
         return StateManifest(

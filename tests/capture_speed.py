@@ -1,0 +1,288 @@
+"""What capture costs, and what sleep frees, on a cut of the flagship's widths; needs a GPU.
+
+    python tests/capture_speed.py [--layers 16] [--requests 32] [--prompt 512] [--new 128] [--repeats 3]
+
+Plain engines and engines with trees, each with capture and without, are started together and work in turn.
+"with shards" is the data phase's own work: states compared with a prefill's, written, and on the disk.
+Weights are dummies, so nothing is accepted and a tree's step is one token a request.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+from step_time import FIRST_TOKEN, LAST_TOKEN, write_models
+
+from recipes.load import load_recipe
+from recipes.schema import Recipe
+from serve.checkpoint import read_drafter_config
+from serve.drafter_config import expected_tensors, parse_config
+from serve.engine import child_environment
+
+REPOSITORY = Path(__file__).parent.parent
+FLAGSHIP = REPOSITORY / "recipes" / "qwen36_dflash.yaml"
+KINDS = [f"{decoding}{capture}" for decoding in ("plain", "trees") for capture in ("", ", captured")]
+GRAPH_SIZES = [1, 32, 512]
+ANSWER = "answer:"  # before each line of an engine's that is one
+
+
+@dataclass(frozen=True)
+class Work:
+    """What each engine does, again and again."""
+
+    requests: int
+    prompt: int
+    new: int
+
+
+def read_recipe(folder: Path, work: Work) -> Recipe:
+    drafter = parse_config(read_drafter_config(folder / "drafter"), "drafter")
+    settings = {
+        "output_dir": folder / "run",
+        "target.model": folder / "target",
+        "target.load_format": "dummy",
+        "drafter.target_layer_ids": list(drafter.target_layer_ids),
+        "data.sampling.max_tokens": work.new,
+        "data.check_sequences": 0,  # transformers would need the weights
+        "data.check_cosine": 0.9,  # made-up weights are not what is measured here
+        "serve.tensor_parallel_size": 1,
+        "serve.max_num_seqs": work.requests,
+        "serve.max_model_len": work.prompt + work.new + 64,
+        "data.max_prompt_tokens": work.prompt,
+        "serve.kv_cache_gib": 8,
+        "serve.gpu_memory_utilization": 0.2,
+        "rounds.count": 3,
+    }
+    return load_recipe(FLAGSHIP, [f"{name}={value}" for name, value in settings.items()])
+
+
+def write_weights(ckpt: Path) -> None:
+    shapes = expected_tensors(read_drafter_config(ckpt))
+    weights = {name: torch.full(shape, 0.01, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    save_file(weights, ckpt / "model.safetensors", metadata={"format": "pt"})
+
+
+# An engine's process
+
+
+def serve_orders(folder: Path, kind: str, work: Work) -> None:
+    """Answers each line of the input, a name of a method of `Bench`, with a line of JSON."""
+    bench = Bench(folder, kind, work)
+    print(ANSWER, json.dumps("started"), flush=True)
+    for line in sys.stdin:
+        print(ANSWER, json.dumps(getattr(bench, line.strip())()), flush=True)
+
+
+class Bench:
+    def __init__(self, folder: Path, kind: str, work: Work) -> None:
+        from data.groups import Rendered  # noqa: PLC0415 - once the environment is right
+        from data.shard_maker import ShardMaker  # noqa: PLC0415
+        from serve import generation  # noqa: PLC0415
+
+        self._recipe, self._work, self._ckpt = read_recipe(folder, work), work, folder / "drafter"
+        self._drafts = kind.startswith("trees")
+        _start_as_benched(generation, captures=kind.endswith("captured"))
+        shards = folder / kind.replace(", ", "-")
+        shards.mkdir()
+        drafting = generation.Drafting(self._ckpt, 15) if self._drafts else None
+        self._maker = ShardMaker(self._recipe, shards, shards / "spool", lambda *_: None, drafting)
+        self._count = 0
+        self._rendered = Rendered
+
+    def answer(self) -> tuple[float, int]:
+        """(seconds, emitted tokens) of generating."""
+        start = time.perf_counter()
+        answers = self._maker._answer(self._prompts())
+        return time.perf_counter() - start, sum(len(each.token_ids) for each in answers)
+
+    def make(self) -> tuple[float, int]:
+        """The same of a shard, checked and on the disk."""
+        start = time.perf_counter()
+        made = self._maker.make(self._count, self._prompts())
+        return time.perf_counter() - start, made.emitted_tokens
+
+    def swap(self) -> float:
+        """Seconds; the second time nothing is compiled."""
+        return [_seconds(lambda: self._maker.swap(self._ckpt)) for _ in range(2)][-1]
+
+    def nap(self) -> dict[str, float | bool]:
+        """Memory and seconds, of the second time: the first sleep also has to find host memory.
+
+        Alike: the share of texts that are as they were before.
+        """
+        prompts = self._prompts()
+        before = self._maker._answer(prompts)
+        seconds = {}
+        for _ in range(2):
+            seconds |= {"awake_gib": used_gib(), "sleep_s": _seconds(self._maker.sleep)}
+            seconds |= {"asleep_gib": used_gib(), "wake_s": _seconds(self._maker.wake)}
+        after = self._maker._answer(prompts)
+        alike = [a.token_ids == b.token_ids for a, b in zip(before, after, strict=True)]
+        return seconds | {"alike": sum(alike) / len(alike)}
+
+    def _prompts(self) -> list[Any]:
+        """Others each time."""
+        self._count += 1
+        rows = range(self._count * self._work.requests, (self._count + 1) * self._work.requests)
+        return [
+            self._rendered(
+                sha256(str(row).encode()).hexdigest(),
+                [
+                    FIRST_TOKEN + (7919 * (place + row * 31)) % LAST_TOKEN
+                    for place in range(self._work.prompt)
+                ],
+            )
+            for row in rows
+        ]
+
+
+def _start_as_benched(generation: Any, *, captures: bool) -> None:
+    """Graphs for the sizes that are met, no compilation, no tokenizer; without capture nothing of it."""
+    full = generation.engine_arguments
+    more = {
+        "skip_tokenizer_init": True,
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": GRAPH_SIZES,
+        },
+    }
+    generation.engine_arguments = lambda *given, **named: full(*given, **named) | more
+    if not captures:
+        generation.capture_options = lambda _: {generation.SECTION: {}}
+        call = generation.CapturingEngine._call_workers
+        generation.CapturingEngine._call_workers = lambda self, method, *rest: (
+            [] if method.endswith("_capture") else call(self, method, *rest)
+        )
+
+
+def _seconds(act: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    act()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def used_gib() -> float:
+    """Of the whole GPU, by all processes."""
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+# The parent
+
+
+class Child:
+    def __init__(self, folder: Path, kind: str, work: Work) -> None:
+        self.kind = kind
+        self._log = (folder / f"{kind}.log").open("w+")
+        command = [sys.executable, __file__, "--engine", str(folder), kind, json.dumps(asdict(work))]
+        self._process = subprocess.Popen(
+            command,
+            env=child_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+
+    def hear(self) -> Any:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(ANSWER):
+                return json.loads(line.removeprefix(ANSWER))
+        self._log.seek(0)
+        raise SystemExit(f"{self.kind}:\n{self._log.read()[-4000:]}")
+
+    def ask(self, order: str) -> Any:
+        assert self._process.stdin is not None
+        print(order, file=self._process.stdin, flush=True)
+        return self.hear()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@contextmanager
+def running(folder: Path, kinds: Sequence[str], work: Work) -> Iterator[list[Child]]:
+    with ExitStack() as stack:
+        children = [Child(folder, kind, work) for kind in kinds]
+        for child in children:
+            stack.callback(child.end)
+        for child in children:
+            child.hear()
+        yield children
+
+
+def main(
+    layers: int = 16,
+    requests: int = 32,
+    prompt: int = 512,
+    new: int = 128,
+    repeats: Annotated[int, typer.Option(help="Timed times of each, after one that warms up.")] = 3,
+) -> None:
+    """Prints tokens a second with capture and without, and memory awake and asleep."""
+    work = Work(requests, prompt, new)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_models(folder, layers)
+        write_weights(folder / "drafter")
+        with running(folder, KINDS, work) as children:
+            rates = measure_rates(children, repeats)
+            for child in children[:-1]:  # memory is told of the whole GPU
+                child.end()
+            swap_s, nap = children[-1].ask("swap"), children[-1].ask("nap")
+    show(rates, work)
+    print(f"swap under CUDA graphs: {swap_s:.2f} s")
+    print(
+        "asleep {asleep_gib:.2f} GiB, awake {awake_gib:.2f}; falls asleep in {sleep_s:.2f} s, wakes in"
+        " {wake_s:.2f}; {alike:.0%} of the texts as before".format(**nap)
+    )
+
+
+def measure_rates(children: Sequence[Child], repeats: int) -> dict[tuple[str, str], float]:
+    """(kind, order) -> tokens a second, the median; in turn, so that a slow minute is everyone's."""
+    samples: dict[tuple[str, str], list[float]] = {}
+    for repeat in range(repeats + 1):
+        for child in children:
+            for order in ("answer", "make") if child.kind.endswith("captured") else ("answer",):
+                seconds, tokens = child.ask(order)
+                if repeat:
+                    samples.setdefault((child.kind, order), []).append(tokens / seconds)
+    return {key: median(values) for key, values in samples.items()}
+
+
+def show(rates: dict[tuple[str, str], float], work: Work) -> None:
+    table = Table("tokens a second", "without capture", "with", "", "with shards", "", box=SIMPLE_HEAD)
+    for decoding in ("plain", "trees"):
+        without = rates[decoding, "answer"]
+        captured, made = (rates[f"{decoding}, captured", order] for order in ("answer", "make"))
+        cells = [f"{captured:,.0f}", f"{captured / without:.3f}", f"{made:,.0f}", f"{made / without:.3f}"]
+        table.add_row(decoding, f"{without:,.0f}", *cells)
+    Console(width=110).print(table)
+    print(f"{work.requests} requests at once, {work.prompt} tokens of prompt, {work.new} new ones")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--engine"]:
+        place, decoding, given = sys.argv[2:]
+        serve_orders(Path(place), decoding, Work(**json.loads(given)))
+    else:
+        typer.run(main)
