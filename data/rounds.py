@@ -3,15 +3,14 @@
 from pathlib import Path
 
 from recipes.errors import UserError
+from recipes.job import share_out_rounds
 from recipes.manifest import RoundManifest, ShardManifest, read_manifest, write_json
 from recipes.schema import Policy, Rounds
 
 
 def share_shards(num_shards: int, rounds: Rounds) -> list[range]:
     """The numbers of each round's shards, in order; a round may have none where there are too few."""
-    first = rounds.first_share if rounds.first_share is not None and rounds.count > 1 else 1 / rounds.count
-    rest = (1 - first) / max(1, rounds.count - 1)
-    ends = [round(num_shards * (first + rest * number)) for number in range(rounds.count)]
+    ends = [round(num_shards * end) for end in share_out_rounds(rounds)]
     ends[-1] = num_shards
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 

@@ -94,7 +94,9 @@ def check_room(recipe: Recipe, groups: Sequence[Sequence[Rendered]], hidden_size
     needed = sum(of_groups)
     if data.policy == "rolling":
         shares = share_shards(len(groups), recipe.rounds)
-        needed = max(sum(of_groups[number] for number in share) for share in shares)
+        of_rounds = [sum(of_groups[number] for number in share) for share in shares]
+        at_once = 2 if recipe.rounds.ahead else 1  # one is made while the one before it is trained on
+        needed = max(sum(of_rounds[first : first + at_once]) for first in range(len(of_rounds)))
     room = data.disk_gib * 2**30
     if needed > room:
         fewer = int(sum(map(len, groups)) * room / needed)

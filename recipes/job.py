@@ -15,7 +15,7 @@ from recipes.footprint import (
     count_drafter_parameters,
     tap_bytes,
 )
-from recipes.schema import Recipe
+from recipes.schema import Recipe, Rounds
 
 CUDA_GIB = 2.0
 """Assumed: context, NCCL, cuBLAS workspaces and what the allocator cannot use again."""
@@ -100,7 +100,7 @@ class Job:
 
     @property
     def train_ranks(self) -> int:
-        return max(1, self.recipe.hardware.gpus)
+        return max(1, count_train_gpus(self.recipe))
 
     @property
     def engine_ranks(self) -> int:
@@ -114,7 +114,24 @@ class Job:
     @property
     def engines_on_a_gpu(self) -> int:
         """Of the data phase; they share GPUs where these are too few."""
-        return math.ceil(self.recipe.data.engines * self.engine_ranks / max(1, self.recipe.hardware.gpus))
+        return math.ceil(
+            self.recipe.data.engines * self.engine_ranks / max(1, count_engine_gpus(self.recipe))
+        )
+
+    @property
+    def is_ahead(self) -> bool:
+        """A round's data is made while the round before it is trained on."""
+        return self.recipe.rounds.ahead and self.recipe.rounds.count > 1
+
+    @property
+    def takes_turns(self) -> bool:
+        """Engines and trainer leave the same GPUs to each other, round after round."""
+        return self.on_gpus and self.recipe.rounds.count > 1 and not self.is_ahead
+
+    @property
+    def engines_sleep(self) -> bool:
+        """While the trainer has the GPUs.  Those of the first round and of the last are ended instead."""
+        return self.takes_turns and self.recipe.rounds.engines_sleep
 
     @property
     def shard_tokens(self) -> int:
@@ -123,8 +140,31 @@ class Job:
         return min(data.num_prompts * self.longest, data.shard_tokens - 1 + self.longest)
 
 
+def count_engine_gpus(recipe: Recipe) -> int:
+    """All, unless engines have some to themselves."""
+    own = recipe.rounds.engine_gpus
+    return recipe.hardware.gpus if own is None else len(own)
+
+
+def count_train_gpus(recipe: Recipe) -> int:
+    """Those that engines do not have to themselves."""
+    return recipe.hardware.gpus - len(recipe.rounds.engine_gpus or [])
+
+
+def share_out_rounds(rounds: Rounds) -> list[float]:
+    """Where each round's share of the data ends, of 1; each begins where the one before it ends."""
+    first = rounds.first_share if rounds.first_share is not None and rounds.count > 1 else 1 / rounds.count
+    rest = (1 - first) / max(1, rounds.count - 1)
+    return [first + rest * number for number in range(rounds.count)]
+
+
 def host_phase(job: Job, name: str, rows: list[Row], notes: tuple[str, ...] = ()) -> Phase:
     return Phase(name, tuple(rows), "hardware.host_gib", job.recipe.hardware.host_gib, notes=notes)
+
+
+def cuda_processes(what: str, count: int) -> Row:
+    """Their host memory."""
+    return Row(what, f"assumed: {count} x {CUDA_PROCESS_GIB:g} GiB", count * CUDA_PROCESS_GIB * GIB)
 
 
 def millions(count: int) -> str:

@@ -8,7 +8,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from recipes.footprint import SEQUENCE_BYTES
-from recipes.job import Job, Phase, Row, millions, times
+from recipes.job import (
+    Job,
+    Phase,
+    Row,
+    count_engine_gpus,
+    count_train_gpus,
+    host_phase,
+    millions,
+    share_out_rounds,
+    times,
+)
 from recipes.schema import Recipe, Rounds
 from recipes.serve_needs import (
     measure_on_cpu,
@@ -28,9 +38,23 @@ def plan_phases(job: Job) -> list[Phase]:
         phases.append(_shards(job))
     if not job.on_gpus or job.recipe.serve.kv_cache_gib is not None:
         phases.append(serve_cache(job))
-    if job.on_gpus:
-        return [*phases, regenerate_on_host(job), serve_on_gpu(job), train_on_gpu(job), train_on_host(job)]
-    return [*phases, regenerate_on_cpu(job), train_on_cpu(job), measure_on_cpu(job)]
+    return [*phases, *(_phases_on_gpus(job) if job.on_gpus else _phases_on_cpu(job))]
+
+
+def _phases_on_gpus(job: Job) -> list[Phase]:
+    regenerate, train = regenerate_on_host(job), train_on_host(job)
+    on_gpus = [serve_on_gpu(job), train_on_gpu(job)]
+    return [_together(job, regenerate, train), *on_gpus] if job.is_ahead else [regenerate, *on_gpus, train]
+
+
+def _phases_on_cpu(job: Job) -> list[Phase]:
+    regenerate, train, measure = regenerate_on_cpu(job), train_on_cpu(job), measure_on_cpu(job)
+    return [_together(job, regenerate, train), measure] if job.is_ahead else [regenerate, train, measure]
+
+
+def _together(job: Job, regenerate: Phase, train: Phase) -> Phase:
+    rows, notes = [*regenerate.rows, *train.rows], (*regenerate.notes, *train.notes)
+    return host_phase(job, "regenerate and train: host memory", rows, notes)
 
 
 # The disk
@@ -42,20 +66,20 @@ def _disk(job: Job) -> Phase:
 
 def _shards(job: Job) -> Phase:
     data = job.recipe.data
-    rows = [_one_round(job)] if data.policy == "rolling" else [_all_shards(job)]
-    return Phase("shards at any time", tuple(rows), "data.disk_gib", data.disk_gib)
+    return Phase("shards at any time", (_shards_at_once(job),), "data.disk_gib", data.disk_gib)
 
 
 def _disk_rows(job: Job) -> Iterator[Row]:
     recipe, parameters = job.recipe, job.num_parameters
-    yield _all_shards(job) if recipe.data.policy == "keep" else _one_round(job)
+    yield _shards_at_once(job)
     engines = recipe.data.engines
     spool = f"{times(engines, 'engines')}{job.shard_tokens:,} tokens of a shard x {job.tap_bytes:,} bytes"
     yield Row("captured states on their way", spool, engines * job.shard_tokens * job.tap_bytes)
     published, state = saved_bytes(recipe.train)
-    keep = recipe.train.keep_checkpoints
-    words = f"({keep} kept + 1 being written) x {millions(parameters)} x {published} bytes"
-    yield Row("checkpoints", words, (keep + 1) * parameters * published)
+    keep, drafting = recipe.train.keep_checkpoints, int(job.is_ahead)
+    counted = f"{keep} kept + 1 being written" + " + 1 that drafts" * drafting
+    words = f"({counted}) x {millions(parameters)} x {published} bytes"
+    yield Row("checkpoints", words, (keep + 1 + drafting) * parameters * published)
     words = f"(1 + 1 being written) x {millions(parameters)} x {state} bytes (weights, masters, 2 moments)"
     yield Row("optimizer state", words, 2 * parameters * state)
     if job.is_fetched:
@@ -64,42 +88,77 @@ def _disk_rows(job: Job) -> Iterator[Row]:
         yield Row("target", words, count * job.dtype_bytes)
 
 
+def _shards_at_once(job: Job) -> Row:
+    """All, or as many rounds' as there are at a time, and a shard more: shares are of whole ones."""
+    everything = _all_shards(job)
+    if job.recipe.data.policy == "keep":
+        return everything
+    what, rounds = ("two rounds' shards", 2) if job.is_ahead else ("a round's shards", 1)
+    share = _largest_share(job.recipe.rounds, rounds)
+    shard = job.shard_tokens * (job.tap_bytes + SEQUENCE_BYTES)
+    words = f"{share:.3g} of {everything.formula}, and a shard"
+    most = min(everything.num_bytes, share * everything.num_bytes + shard)
+    return Row(what, words, math.ceil(most))
+
+
 def _all_shards(job: Job) -> Row:
     prompts, longest = job.recipe.data.num_prompts, job.longest
     words = f"{prompts:,} prompts x {longest:,} tokens x ({job.tap_bytes:,} taps + {SEQUENCE_BYTES}) bytes"
     return Row("all shards", words, prompts * longest * (job.tap_bytes + SEQUENCE_BYTES))
 
 
-def _one_round(job: Job) -> Row:
-    """The largest (`data.rounds.share_shards`), and a shard more: shares are of whole ones."""
-    everything, share = _all_shards(job), _largest_share(job.recipe.rounds)
-    shard = job.shard_tokens * (job.tap_bytes + SEQUENCE_BYTES)
-    words = f"{share:.3g} of {everything.formula}, and a shard"
-    most = min(everything.num_bytes, share * everything.num_bytes + shard)
-    return Row("a round's shards", words, math.ceil(most))
-
-
-def _largest_share(rounds: Rounds) -> float:
-    if rounds.count == 1:
-        return 1.0
-    first = rounds.first_share or 1 / rounds.count
-    return max(first, (1 - first) / (rounds.count - 1))
+def _largest_share(rounds: Rounds, neighbours: int) -> float:
+    """Of so many rounds that follow each other."""
+    bounds = [0.0, *share_out_rounds(rounds)]
+    neighbours = min(neighbours, rounds.count)
+    return max(end - start for start, end in zip(bounds, bounds[neighbours:], strict=False))
 
 
 # What is counted in other things than bytes
 
 
 def count_misfits(recipe: Recipe) -> Iterator[str]:
-    """Engines and ranks that do not go into the GPUs (`data.engines`, `train.loop.check_split`)."""
-    gpus, width, engines = recipe.hardware.gpus, recipe.serve.tensor_parallel_size, recipe.data.engines
+    """GPUs that are shared out in vain; else what does not go into each part of them."""
+    wrong = list(_misnamed_gpus(recipe))
+    yield from wrong or [*_misfit_engines(recipe), *_misfit_ranks(recipe)]
+
+
+def _misnamed_gpus(recipe: Recipe) -> Iterator[str]:
+    """Where engines and the trainer work at a time, each needs GPUs of its own."""
+    gpus, own = recipe.hardware.gpus, recipe.rounds.engine_gpus
+    if own is None:
+        if gpus and recipe.rounds.ahead:
+            yield (
+                "rounds.ahead is true, but engines and trainer share their GPUs:"
+                " write rounds.engine_gpus, GPUs that are the engines' own"
+            )
+    elif not gpus:
+        yield f"rounds.engine_gpus is {own}, but hardware.gpus is 0, a CPU: leave rounds.engine_gpus out"
+    elif len(set(own)) < len(own):
+        yield f"rounds.engine_gpus {own} names a GPU twice: write {sorted(set(own))}"
+    elif max(own) >= gpus:
+        yield f"rounds.engine_gpus {own} names GPU {max(own)}, hardware.gpus is {gpus}: write 0 to {gpus - 1}"
+    elif len(own) == gpus:
+        remedy = "name fewer, or write rounds.ahead=false without it"
+        yield f"rounds.engine_gpus {own} leaves the trainer none of {gpus} GPUs: {remedy}"
+
+
+def _misfit_engines(recipe: Recipe) -> Iterator[str]:
+    """`data.engines` refuses them."""
+    width, engines, gpus = recipe.serve.tensor_parallel_size, recipe.data.engines, count_engine_gpus(recipe)
+    there = f"there are {gpus}" if recipe.rounds.engine_gpus is None else f"rounds.engine_gpus names {gpus}"
     if gpus and width > gpus:
-        yield f"an engine takes {width} GPUs, there are {gpus}: write serve.tensor_parallel_size <= {gpus}"
+        yield f"an engine takes {width} GPUs, {there}: write serve.tensor_parallel_size <= {gpus}"
     elif gpus and engines * width > gpus and (width > 1 or recipe.serve.kv_cache_gib is None):
         remedy = f"write data.engines <= {gpus // width}"
         if width == 1:
             remedy += ", or let them share GPUs by setting serve.kv_cache_gib"
-        yield f"{engines} engines of {width} GPUs take {engines * width}, there are {gpus}: {remedy}"
-    train, ranks = recipe.train, max(1, gpus)
+        yield f"{engines} engines of {width} GPUs take {engines * width}, {there}: {remedy}"
+
+
+def _misfit_ranks(recipe: Recipe) -> Iterator[str]:
+    """`train.loop.check_split` refuses them."""
+    train, ranks = recipe.train, max(1, count_train_gpus(recipe))
     share = ranks * train.micro_batch_sequences
     if train.sequences_per_step % share:
         nearest = max(share, train.sequences_per_step // share * share)

@@ -111,7 +111,10 @@ def show(job: Job, phases: list[Phase], known: KnownTarget) -> None:
 
 def _describe_machine(recipe: Recipe) -> str:
     gpus = recipe.hardware.gpus
-    return f"hardware: {f'{gpus} GPUs' if gpus else 'a CPU'}; sequences are counted as long as they may be"
+    machine = f"{gpus} GPUs" if gpus else "a CPU"
+    if gpus and recipe.rounds.engine_gpus is not None:
+        machine += f", {len(recipe.rounds.engine_gpus)} of them the engines' own"
+    return f"hardware: {machine}; sequences are counted as long as they may be"
 
 
 def _phase_table(phase: Phase) -> Table:

@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from recipes.job import Job, Phase
+from recipes.job import Job, Phase, count_engine_gpus
 from recipes.needs import count_misfits, plan_phases
-from recipes.schema import Recipe
+from recipes.schema import Recipe, Train
 
 Changes = Mapping[str, Any]
 """Dotted path -> value."""
@@ -34,15 +34,14 @@ class Limit:
 
 def propose(job: Job, phase: Phase) -> list[str]:
     """Changes that make `phase` fit, as one would write them; what hardware would do comes last."""
-    before = {each.name for each in plan_phases(job) if each.fits}
+    before = _lacking(job)
     misfits = len(list(count_misfits(job.recipe)))
 
     def fits(changes: Changes) -> bool:
         changed = _change(job, changes)
         if changed is None or len(list(count_misfits(changed.recipe))) > misfits:
             return False
-        after = {each.name for each in plan_phases(changed) if each.fits}
-        return before | {phase.name} <= after
+        return _lacking(changed) <= before - {phase.name}
 
     proposals = list(_try_all(job, phase, fits))[:MOST_PROPOSALS]
     if phase.field.startswith("hardware."):
@@ -50,9 +49,14 @@ def propose(job: Job, phase: Phase) -> list[str]:
     return proposals
 
 
+def _lacking(job: Job) -> set[str]:
+    """Names of phases.  A change may decide which phases there are, too."""
+    return {each.name for each in plan_phases(job) if not each.fits}
+
+
 def _try_all(job: Job, phase: Phase, fits: Callable[[Changes], bool]) -> Iterator[str]:
     """A switch, a number, or all switches and a number where none of these does alone."""
-    switches, limits = _switches(job.recipe, phase.name), _limits(job, phase.name)
+    switches, limits = _switches(job, phase.name), _limits(job, phase.name)
     switch = next(filter(fits, switches), None)
     numbers = [*_try_limits(limits, fits), *_try_raising(phase, fits)]
     if switch:
@@ -82,36 +86,59 @@ def _try_raising(phase: Phase, fits: Callable[[Changes], bool]) -> Iterator[str]
         yield f"{path} >= {value}"
 
 
-def _switches(recipe: Recipe, name: str) -> list[Changes]:
+def _switches(job: Job, name: str) -> list[Changes]:
     """From the least to the most that is given up; without what the recipe has already."""
+    changes = [
+        {path: value for path, value in switch.items() if _value(job.recipe, path) != value}
+        for switch in _all_switches(job).get(name, [])
+    ]
+    return [switch for switch in changes if switch]
+
+
+def _all_switches(job: Job) -> dict[str, list[Changes]]:
+    """By the phase's name."""
+    rolling, onto_host, onto_gpus = _rolling(job), _onto_host(job.recipe.train), _onto_gpus()
+    stop: Changes = {"rounds.handover": "stop"} if job.engines_sleep else {}
+    unchecked: Changes = {"data.check_sequences": 0}
+    in_turns: Changes = {"rounds.ahead": False, "rounds.engine_gpus": None}
+    ended = {**in_turns, "rounds.handover": "stop"}
+    return {
+        "disk": rolling,
+        "shards at any time": rolling,
+        "regenerate: host memory": [unchecked],
+        "serve: memory of each GPU": [{"serve.tensor_parallel_size": count_engine_gpus(job.recipe)}],
+        "train: memory of each GPU": [stop, *onto_host, {**onto_host[-1], **stop}],
+        "train: host memory": [stop, *onto_gpus, *({**switch, **stop} for switch in onto_gpus)],
+        "regenerate and train: host memory": [
+            unchecked,
+            *onto_gpus,
+            in_turns,
+            ended,
+            {**unchecked, **onto_gpus[-1]},
+        ],
+    }
+
+
+def _onto_host(train: Train) -> list[Changes]:
+    """What takes less of a GPU's memory."""
+    checkpointing, offload = {"train.activation_checkpointing": True}, {"train.offload_optimizer": True}
+    split = {"train.zero_stage": 2} if train.zero_stage < 2 else {}
+    everything = {"train.zero_stage": 3, **offload, **checkpointing}
+    return [split, checkpointing, {**split, **offload}, {**split, **offload, **checkpointing}, everything]
+
+
+def _onto_gpus() -> list[Changes]:
+    on_device: Changes = {"train.offload_optimizer": False}
+    return [on_device, {**on_device, "train.activation_checkpointing": True}]
+
+
+def _rolling(job: Job) -> list[Changes]:
+    """More rounds have engines sleep between them, which may take too much; then they are ended."""
     rolling: list[Changes] = [
         {"data.policy": "rolling", "rounds.count": count} for count in (2, 4, 8, 16, 32, 64, 128)
     ]
-    checkpointing, offload = {"train.activation_checkpointing": True}, {"train.offload_optimizer": True}
-    split = {"train.zero_stage": 2} if recipe.train.zero_stage < 2 else {}
-    everything = {"train.zero_stage": 3, **offload, **checkpointing}
-    by_name: dict[str, list[Changes]] = {
-        "disk": rolling,
-        "shards at any time": rolling,
-        "regenerate: host memory": [{"data.check_sequences": 0}],
-        "serve: memory of each GPU": [{"serve.tensor_parallel_size": recipe.hardware.gpus}],
-        "train: memory of each GPU": [
-            split,
-            checkpointing,
-            {**split, **offload},
-            {**split, **offload, **checkpointing},
-            everything,
-        ],
-        "train: host memory": [
-            {"train.offload_optimizer": False},
-            {"train.offload_optimizer": False, **checkpointing},
-        ],
-    }
-    changes = [
-        {path: value for path, value in switch.items() if _value(recipe, path) != value}
-        for switch in by_name.get(name, [])
-    ]
-    return [switch for switch in changes if switch]
+    may_sleep = job.on_gpus and not job.recipe.rounds.ahead
+    return [*rolling, *({**switch, "rounds.handover": "stop"} for switch in rolling if may_sleep)]
 
 
 def _limits(job: Job, name: str) -> list[Limit]:
@@ -139,6 +166,7 @@ def _limits(job: Job, name: str) -> list[Limit]:
         "serve: memory of each GPU": [*engines, *caches, *requests, *steps, *lengths],
         "train: memory of each GPU": batches,
         "train: host memory": [*sequences, *batches],
+        "regenerate and train: host memory": [*engines, *requests, *steps, *caches, *sequences, *batches],
     }
     return by_name.get(name, [])
 
@@ -182,5 +210,5 @@ def _change(job: Job, changes: Changes) -> Job | None:
 
 def _written(changes: Changes) -> str:
     return " ".join(
-        f"{path}={json.dumps(value) if isinstance(value, bool) else value}" for path, value in changes.items()
+        f"{path}={value if isinstance(value, str) else json.dumps(value)}" for path, value in changes.items()
     )

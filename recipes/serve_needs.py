@@ -1,4 +1,7 @@
-"""What engines need: their GPUs or host memory, their caches, and what capturing keeps in host memory."""
+"""What engines need: their GPUs or host memory, their caches, and what capturing keeps in host memory.
+
+Also what they leave to a trainer with which they take turns, and what it leaves to them.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,10 +10,10 @@ from recipes.footprint import FP32, GIB, Cache, cached_layers, served_drafter_by
 from recipes.job import (
     CPU_PROCESS_GIB,
     CUDA_GIB,
-    CUDA_PROCESS_GIB,
     Job,
     Phase,
     Row,
+    cuda_processes,
     host_phase,
     millions,
     times,
@@ -20,6 +23,10 @@ CPU_CACHE_GIB = 1.0
 """Where serve.kv_cache_gib is not set: `serve.engine` gives it to an engine on a CPU."""
 GRAPHS_GIB = 0.75
 """Assumed: CUDA graphs of an engine."""
+ASLEEP_GIB = 2.0
+"""Assumed: what an engine that sleeps keeps of a GPU (measured: 1.5, at the flagship's widths)."""
+TRAINER_GIB = 2.0
+"""Assumed: CUDA's context and kernels, and NCCL, of a trainer whose state is on the disk (measured: 1.8)."""
 
 
 def _engine_rows(job: Job, *, drafting: bool) -> Iterator[Row]:
@@ -102,7 +109,8 @@ def serve_on_gpu(job: Job) -> Phase:
         left = (hardware.gpu_gib or 0.0) * share * GIB - sum(row.num_bytes for row in rows)
     notes = _cache_notes(job, left)
     name = "serve: memory of each GPU"
-    return Phase(name, (*rows, cache), "hardware.gpu_gib", hardware.gpu_gib, share, notes)
+    rows = [*rows, cache, *_trainer_on_gpu(job)]
+    return Phase(name, tuple(rows), "hardware.gpu_gib", hardware.gpu_gib, share, notes)
 
 
 def serve_cache(job: Job) -> Phase:
@@ -150,18 +158,20 @@ def _capture_rows(job: Job) -> Iterator[Row]:
 
 
 def regenerate_on_host(job: Job) -> Phase:
-    engines, ranks = job.recipe.data.engines, job.engine_ranks
-    processes = engines * (1 + (ranks if ranks > 1 else 0))
-    words = f"assumed: {processes} x {CUDA_PROCESS_GIB:g} GiB"
-    rows = [Row("processes", words, processes * CUDA_PROCESS_GIB * GIB), *_capture_rows(job)]
+    rows = [_engine_processes(job), *_capture_rows(job), *_trainer_on_host(job)]
     return host_phase(job, "regenerate: host memory", rows)
+
+
+def _engine_processes(job: Job) -> Row:
+    ranks = job.engine_ranks
+    return cuda_processes("engines' processes", job.recipe.data.engines * (1 + (ranks if ranks > 1 else 0)))
 
 
 def regenerate_on_cpu(job: Job) -> Phase:
     engines = job.recipe.data.engines
     rows = [
         Row(row.what, f"{times(engines, 'engines')}{row.formula}", engines * row.num_bytes)
-        for row in _cpu_engine_rows(job, drafting=False)
+        for row in _cpu_engine_rows(job, drafting=job.recipe.rounds.count > 1)
     ]
     return host_phase(job, "regenerate: host memory", [*rows, *_capture_rows(job)], _cpu_cache_notes(job))
 
@@ -171,7 +181,7 @@ def measure_on_cpu(job: Job) -> Phase:
 
 
 def _cpu_engine_rows(job: Job, *, drafting: bool) -> Iterator[Row]:
-    yield Row("process", "assumed", CPU_PROCESS_GIB * GIB)
+    yield Row("engine's process", "assumed", CPU_PROCESS_GIB * GIB)
     yield from _engine_rows(job, drafting=drafting)
     gib = job.recipe.serve.kv_cache_gib or CPU_CACHE_GIB
     yield Row("cache", "serve.kv_cache_gib, or 1", gib * GIB)
@@ -179,3 +189,38 @@ def _cpu_engine_rows(job: Job, *, drafting: bool) -> Iterator[Row]:
 
 def _cpu_cache_notes(job: Job) -> tuple[str, ...]:
     return _cache_notes(job, (job.recipe.serve.kv_cache_gib or CPU_CACHE_GIB) * GIB)
+
+
+# Turns: what the one keeps while the other has the GPUs
+
+
+def asleep_on_gpu(job: Job) -> Iterator[Row]:
+    if job.engines_sleep:
+        count = job.engines_on_a_gpu
+        words = f"assumed: {times(count, 'engines')}{ASLEEP_GIB:g} GiB"
+        yield Row("engine asleep", words, count * ASLEEP_GIB * GIB)
+
+
+def asleep_on_host(job: Job) -> Iterator[Row]:
+    if job.engines_sleep:
+        yield _engine_processes(job)
+        yield _slept_weights(job)
+
+
+def _slept_weights(job: Job) -> Row:
+    """Given back when they wake (`serve.engine`'s allocator settings)."""
+    engines, ranks, b = job.recipe.data.engines, job.engine_ranks, job.dtype_bytes
+    count = job.target.count_served_parameters()
+    drafter = ranks * served_drafter_bytes(job.recipe.drafter, job.target.hidden_size, b, ranks)
+    words = f"{times(engines, 'engines')}({millions(count)} x {b} + {drafter:,} of the drafter) bytes"
+    return Row("engines' weights, asleep", words, engines * (count * b + drafter))
+
+
+def _trainer_on_gpu(job: Job) -> Iterator[Row]:
+    if job.takes_turns:
+        yield Row("trainer, without its state", "assumed", TRAINER_GIB * GIB)
+
+
+def _trainer_on_host(job: Job) -> Iterator[Row]:
+    if job.takes_turns:
+        yield cuda_processes("trainer, without its state", job.train_ranks)

@@ -6,13 +6,14 @@ from recipes.footprint import DTYPE_BYTES, FP32, GIB
 from recipes.job import (
     CPU_PROCESS_GIB,
     CUDA_GIB,
-    CUDA_PROCESS_GIB,
     Job,
     Phase,
     Row,
+    cuda_processes,
     host_phase,
     millions,
 )
+from recipes.serve_needs import asleep_on_gpu, asleep_on_host
 from recipes.train_footprint import Activations, bucket_bytes, worst_batch, zero_bytes
 
 
@@ -56,15 +57,14 @@ def _activations(job: Job) -> Row:
 
 
 def train_on_gpu(job: Job) -> Phase:
-    rows = (*_trainer_rows(job), Row("CUDA, NCCL, fragments", "assumed", CUDA_GIB * GIB))
-    hardware = job.recipe.hardware
+    cuda = Row("CUDA, NCCL, fragments", "assumed", CUDA_GIB * GIB)
+    rows, hardware = (*_trainer_rows(job), cuda, *asleep_on_gpu(job)), job.recipe.hardware
     return Phase("train: memory of each GPU", rows, "hardware.gpu_gib", hardware.gpu_gib)
 
 
 def train_on_host(job: Job) -> Phase:
     ranks, parameters = job.train_ranks, job.num_parameters
-    words = f"assumed: {ranks} x {CUDA_PROCESS_GIB:g} GiB"
-    rows = [Row("processes", words, ranks * CUDA_PROCESS_GIB * GIB), _read_ahead(job)]
+    rows = [cuda_processes("trainer's processes", ranks), _read_ahead(job)]
     if zero_bytes(job.recipe.train).host >= ranks * FP32:
         rows.append(_offloaded(job))
     else:  # before, each rank makes the drafter
@@ -72,11 +72,11 @@ def train_on_host(job: Job) -> Phase:
         rows.append(Row("drafter as it is made", words, parameters * ranks * FP32))
     words = f"{millions(parameters)} x 2 bytes"
     rows.append(Row("weights for a checkpoint", words, parameters * 2))
-    return host_phase(job, "train: host memory", rows)
+    return host_phase(job, "train: host memory", [*rows, *asleep_on_host(job)])
 
 
 def train_on_cpu(job: Job) -> Phase:
-    process = Row("process", "assumed", CPU_PROCESS_GIB * GIB)
+    process = Row("trainer's process", "assumed", CPU_PROCESS_GIB * GIB)
     rows = [process, *_trainer_rows(job), _read_ahead(job)]
     return host_phase(
         job, "train: host memory", [*rows, _offloaded(job)] if _offloaded(job).num_bytes else rows

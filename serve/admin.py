@@ -1,32 +1,47 @@
 """The server's admin routes, for whoever holds its key: there only when `serve/run.py --admin` asks for them.
 
-    POST /admin/drafter {"ckpt": FOLDER}     loads another checkpoint of the same target, in any known format;
-                                             requests go on
-    GET  /admin/drafter                      which checkpoint drafts now
+    POST /admin/drafter {"ckpt": FOLDER}     another checkpoint of the same target drafts (admin_drafter.py)
+    POST /admin/sleep, /admin/wake           gives the GPU's memory back for a while      (admin_sleep.py)
+    POST /admin/capture {"folder": FOLDER}   keeps the tap states of served requests      (admin_capture.py)
+    GET  /admin/drafter, sleep, capture      what is so now
 
 Sent as `Authorization: Bearer KEY`.  An ASGI middleware, which is vLLM's formal hook for routes of one's own.
 """
 
-import asyncio
 import hmac
 import json
 import os
-import time
-from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from recipes.errors import UserError
-from serve.adopt import Adopted, adopt
+from serve.admin_capture import Capture
+from serve.admin_drafter import Drafter
+from serve.admin_sleep import Rest, Sleep, Wake
 
 KEY_VARIABLE = "DRAFTSMITH_ADMIN_KEY"
 SHORTEST_KEY = 16
 PREFIX = "/admin/"
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+class Route(Protocol):
+    """What one path answers; `state` is vLLM's app.state, where its engine client is."""
+
+    form: str
+    """Of the body, for whoever got it wrong."""
+
+    def read(self, body: Any) -> Any:
+        """What is asked for.  Raises ValueError, KeyError or TypeError for a body of another form."""
+
+    async def get(self, state: Any) -> dict[str, Any]: ...
+
+    async def post(self, state: Any, asked: Any) -> dict[str, Any]:
+        """Raises UserError for what cannot be done now."""
 
 
 def require_admin_key() -> None:
@@ -45,8 +60,13 @@ class AdminRoutes:
     def __init__(self, app: App) -> None:
         self._app = app
         self._key = os.environ[KEY_VARIABLE].encode()
-        self._turn = asyncio.Lock()
-        self._ckpt: str | None = None
+        rest = Rest()
+        self._routes: Mapping[str, Route] = {
+            "drafter": Drafter(rest),
+            "sleep": Sleep(rest),
+            "wake": Wake(rest),
+            "capture": Capture(),
+        }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or not scope["path"].startswith(PREFIX):
@@ -58,46 +78,29 @@ class AdminRoutes:
     async def _answer(self, request: Request) -> JSONResponse:
         if not self._has_key(request):
             return _error(401, "this route needs the server's admin key")
-        if request.url.path != f"{PREFIX}drafter":
+        route = self._routes.get(request.url.path.removeprefix(PREFIX))
+        if route is None:
             return _error(404, f"no such route: {request.url.path}")
         if request.method == "GET":
-            return JSONResponse({"ckpt": self._ckpt or _first_ckpt(request)})
-        if request.method != "POST":
-            return _error(405, "GET or POST")
-        return await self._load(request)
-
-    async def _load(self, request: Request) -> JSONResponse:
-        try:
-            ckpt = Path(json.loads(await request.body())["ckpt"]).resolve()
-        except (ValueError, KeyError, TypeError):
-            return _error(400, 'the body has to be {"ckpt": FOLDER}')
-        try:
-            adopted = await asyncio.to_thread(adopt, ckpt)
-        except UserError as misfit:
-            return _error(409, str(misfit))
-        return await self._swap(request.app.state.engine_client, adopted)
+            return JSONResponse(await route.get(request.app.state))
+        if request.method == "POST":
+            return await _act(route, request)
+        return _error(405, "GET or POST")
 
     def _has_key(self, request: Request) -> bool:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         return scheme == "Bearer" and hmac.compare_digest(given.encode(), self._key)
 
-    async def _swap(self, engine: Any, adopted: Adopted) -> JSONResponse:
-        ckpt = str(adopted.ckpt)
-        async with self._turn:
-            start = time.monotonic()
-            answers = await engine.collective_rpc("swap_drafter", args=(ckpt,))
-            refusals = [said["refused"] for said in answers if "refused" in said]
-            if refusals:
-                return _error(409, refusals[0])
-            # what the old drafter left in the caches; running requests begin anew, with what they have
-            await engine.reset_prefix_cache(reset_running_requests=True)
-            self._ckpt = ckpt
-            converted = {"format": adopted.format, "notes": list(adopted.notes)} if adopted.format else {}
-            return JSONResponse({"ckpt": ckpt, "seconds": time.monotonic() - start} | converted)
 
-
-def _first_ckpt(request: Request) -> str:
-    return request.app.state.vllm_config.speculative_config.model
+async def _act(route: Route, request: Request) -> JSONResponse:
+    try:
+        asked = route.read(json.loads(await request.body() or b"{}"))
+    except (ValueError, KeyError, TypeError):
+        return _error(400, f"the body has to be {route.form}")
+    try:
+        return JSONResponse(await route.post(request.app.state, asked))
+    except UserError as refusal:
+        return _error(409, str(refusal))
 
 
 def _error(status: int, message: str) -> JSONResponse:

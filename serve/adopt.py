@@ -1,7 +1,7 @@
 """A checkpoint in any known format as the engine takes it: the folder itself, or a converted copy.
 
 A copy lies in the user's cache, under a name that changes with the original's files, and is made once.
-Called by `serve/plan.py` at start and by `serve/admin.py` for a swap.
+Called by `serve/plan.py` at start and by `serve/admin_drafter.py` for a swap.
 """
 
 import hashlib

@@ -1,14 +1,18 @@
 """The capture sink: the target's tap states of every request, row by row, spooled to one file per request.
 
-The runner (serve/seam/) feeds it after every step; the driver (serve/generation.py) starts it, reads the
-files and cuts them to the text that was returned.  A request is captured from its first token or not at all.
+The runner (serve/seam/) feeds it after every step.  Making data, the driver (serve/generation.py) starts it,
+reads the files and cuts them to the text that was returned; a server keeps the files of what it serves
+(serve/admin_capture.py).  A request is captured from its first token or not at all.
 Shapes: T=tokens of the step  R=requests of the step  H=hidden size  W=taps x H
 """
 
+import hashlib
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -16,6 +20,10 @@ from safetensors import safe_open
 
 from serve.engine import SECTION
 from serve.tensor_file import TensorParts, write_tensors
+
+_LOG = logging.getLogger(__name__)
+_LONGEST_NAME = 200
+_PROMPT_TOKENS = "prompt_tokens"
 
 
 def capture_options(target_layer_ids: Sequence[int]) -> dict[str, Any]:
@@ -31,6 +39,8 @@ class StepTaps:
     """[R], the engine's internal ids."""
     starts: np.ndarray
     """[R + 1]: rows starts[r] .. starts[r + 1] - 1 belong to request r."""
+    prompt_lengths: np.ndarray
+    """[R]"""
     taps: Sequence[torch.Tensor]
     """One [T, H] per tap, ascending."""
     positions: torch.Tensor
@@ -47,20 +57,32 @@ class StepTaps:
 class _Rows:
     """A request's rows so far: `count` of them, contiguous from position 0."""
 
+    prompt_length: int
     hidden: list[torch.Tensor] = field(default_factory=list)
     token_ids: list[torch.Tensor] = field(default_factory=list)
     count: int = 0
+
+    def cut(self, count: int) -> None:
+        self.hidden, self.token_ids = [torch.cat(self.hidden)[:count]], [torch.cat(self.token_ids)[:count]]
+        self.count = count
 
 
 class CaptureSink:
     """Holds the rows of running requests only; a finished request goes to its file.
 
-    A preempted request computes its rows again: the first copy of a position is kept (they are equal).
+    A preempted request computes its rows again: the first copy of a position is kept (they are equal), up to
+    the first token that is another one.
     """
+
+    is_open = True
+    """Takes steps."""
+    error: str | None = None
+    """What closed it, where nobody did."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
+        self._num_sequences = self._num_tokens = 0
         self._under_way: list[StepTaps] = []
         self._rows: dict[str, _Rows] = {}
 
@@ -79,6 +101,17 @@ class CaptureSink:
         self._settle()
         self.finish(list(self._rows))
 
+    def close(self) -> None:
+        """Finishes every request, those still running as far as they are."""
+        self.flush()
+        self.is_open = False
+
+    def status(self) -> dict[str, Any]:
+        """As JSON: where it captures to, if it does, and what it has written."""
+        folder = str(self._directory) if self.is_open else None
+        written = {"folder": folder, "sequences": self._num_sequences, "tokens": self._num_tokens}
+        return written | ({"error": self.error} if self.error else {})
+
     def _settle(self) -> None:
         for step in self._under_way:
             if step.arrived is not None:
@@ -93,8 +126,9 @@ class CaptureSink:
         first, request_id = int(step.positions[start]), step.request_ids[row]
         if request_id not in self._rows and first > 0:
             return  # under way before the capture began, or flushed and computing one more token
-        rows = self._rows.setdefault(request_id, _Rows())
+        rows = self._rows.setdefault(request_id, _Rows(int(step.prompt_lengths[row])))
         assert first <= rows.count, f"{request_id}: rows {rows.count}..{first - 1} were never computed"
+        _cut_to_text(rows, first, step.token_ids[start : start + valid])
         skip = rows.count - first
         if skip >= valid:
             return
@@ -109,8 +143,47 @@ class CaptureSink:
             "hidden": TensorParts(rows.hidden[0].dtype, (rows.count, width), rows.hidden),
             "token_ids": TensorParts(torch.int32, (rows.count,), rows.token_ids),
         }
-        path = spool_path(self._directory, external_id(request_id))
-        write_tensors(path, parts, survives_power_cut=False)  # the driver reads it within seconds
+        metadata = {"request_id": external_id(request_id), _PROMPT_TOKENS: str(rows.prompt_length)}
+        path = self._find_place(request_id)
+        write_tensors(path, parts, metadata, survives_power_cut=False)  # a driver reads it within seconds
+        self._num_sequences += 1
+        self._num_tokens += rows.count
+
+    def _find_place(self, request_id: str) -> Path:
+        return spool_path(self._directory, external_id(request_id))
+
+
+class TrafficSink(CaptureSink):
+    """Of what a server serves: a disk that fills ends the capture, not the server; no file is overwritten."""
+
+    def finish(self, request_ids: Iterable[str]) -> None:
+        try:
+            super().finish(request_ids)
+        except OSError as fault:
+            self._give_up(f"capture stopped, requests go on: {fault}")
+
+    def _give_up(self, error: str) -> None:
+        _LOG.error(error)
+        self.error, self.is_open = error, False
+        self._rows.clear()
+
+    def _find_place(self, request_id: str) -> Path:
+        """Under the engine's own id where a client has given the same id twice."""
+        path = super()._find_place(request_id)
+        return spool_path(self._directory, request_id) if path.exists() else path
+
+
+def _cut_to_text(rows: _Rows, first: int, token_ids: torch.Tensor) -> None:
+    """Forgets rows whose tokens are not the text's: a swap has running requests sample their last ones anew.
+
+    token_ids: the text from position `first` on, as far as it is computed again.
+    """
+    if first == rows.count:
+        return
+    held = torch.cat(rows.token_ids)[first : first + len(token_ids)]
+    others = torch.nonzero(held != token_ids[: len(held)])
+    if len(others):
+        rows.cut(first + int(others[0]))
 
 
 def external_id(request_id: str) -> str:
@@ -119,7 +192,11 @@ def external_id(request_id: str) -> str:
 
 
 def spool_path(directory: Path, request_id: str) -> Path:
-    return directory / f"{request_id}.safetensors"
+    """A server's clients may choose ids: none leads out of the directory or is too long for a name."""
+    name = quote(request_id, safe="")
+    if len(name) > _LONGEST_NAME:
+        name = hashlib.sha256(request_id.encode()).hexdigest()
+    return directory / f"{name}.safetensors"
 
 
 def read_spooled(directory: Path, request_id: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,3 +208,9 @@ def read_spooled(directory: Path, request_id: str) -> tuple[torch.Tensor, torch.
     path = spool_path(directory, request_id)
     with safe_open(path, framework="pt") as file:
         return file.get_tensor("hidden"), file.get_tensor("token_ids")
+
+
+def read_prompt_length(path: Path) -> int:
+    """How many of a captured file's first tokens are the prompt's: those that a loss leaves out."""
+    with safe_open(path, framework="pt") as file:
+        return int(file.metadata()[_PROMPT_TOKENS])

@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from recipes.errors import UserError
 from recipes.load import resolve_model
 from recipes.schema import Serve, Target
@@ -25,6 +27,8 @@ _RANK_VARIABLES = frozenset(
 _RANK_PREFIXES = ("CROSS_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "DS_")
 # The recipe is the only home of these.
 _OVERRIDING_VARIABLES = frozenset({"VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MULTIPROCESSING"})
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first that is set
+_GIVE_BACK, _GIVES_BACK = "pinned_max_cached_size_mb", Version("2.13")
 _CPU_CACHE_GIB = 1.0
 PLAIN_BUDGET = 0
 MOST_NODES = 63
@@ -86,7 +90,19 @@ def _cpu_defaults() -> dict[str, str]:
 
 
 def _cuda_variables() -> dict[str, str]:
-    return {} if _has_flashinfer() else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    sampler = {} if _has_flashinfer() else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    return sampler | _allocator_settings()
+
+
+def _allocator_settings() -> dict[str, str]:
+    """torch's own and the user's: host memory that weights sleep in is given back when they wake.
+
+    Left alone, torch keeps it, and rounds each weight's up to a power of two (54 GB of them to 80).
+    """
+    given = next(filter(None, map(os.environ.get, _ALLOCATOR_VARIABLES)), "")
+    if Version(version("torch")) < _GIVES_BACK or _GIVE_BACK in given:
+        return {}  # an older torch refuses words that it does not know
+    return {_ALLOCATOR_VARIABLES[0]: ",".join(filter(None, [given, f"{_GIVE_BACK}:16"]))}
 
 
 def _has_flashinfer() -> bool:

@@ -14,7 +14,15 @@ import typer
 
 from recipes.errors import UserError, run_command
 from serve.admin import require_admin_key
-from serve.engine import CHAIN, PLAIN_BUDGET, child_environment, engine_arguments, make_stock, read_budget
+from serve.engine import (
+    CHAIN,
+    PLAIN_BUDGET,
+    SECTION,
+    child_environment,
+    engine_arguments,
+    make_stock,
+    read_budget,
+)
 from serve.lifetime import follow_parent
 from serve.plan import Plan, Request, make_plan
 from serve.ports import require_free_port
@@ -37,7 +45,10 @@ def main(  # noqa: PLR0913, PLR0917 - one per option
     port: Annotated[int, typer.Option(help="The port to listen on.")] = 8000,
     stock: Annotated[bool, typer.Option("--stock", help="Nothing of ours in the engine.")] = False,
     admin: Annotated[
-        bool, typer.Option("--admin", help="Routes that swap the drafter; needs a key in the environment.")
+        bool,
+        typer.Option(
+            "--admin", help="Routes that change the running server; needs a key in the environment."
+        ),
     ] = False,
     check: Annotated[bool, typer.Option("--check", help="Only verify that the checkpoint fits.")] = False,
     settings: Annotated[Path | None, typer.Option(hidden=True)] = None,
@@ -54,14 +65,15 @@ def main(  # noqa: PLR0913, PLR0917 - one per option
     if check:
         show_verdict(plan)
         return
-    arguments = engine_arguments(
-        plan.target, plan.serve, plan.ckpt, plan.budget, _swappable(plan) if admin else None
-    )
+    swappable = _swappable(plan) if admin else None
+    arguments = engine_arguments(plan.target, plan.serve, plan.ckpt, plan.budget, swappable, sleeps=admin)
     environment = child_environment()
     if stock:
         make_stock(arguments, environment)
     show_plan(plan, host, port, has_admin=admin)
     _set_environment(environment)
+    if admin:
+        _add_capture(arguments, plan)
     # only now: vllm reads the environment when it is imported
     from serve.openai_api import run_api_server  # noqa: PLC0415
 
@@ -73,6 +85,14 @@ def _swappable(plan: Plan) -> Mapping[str, Any]:
     if plan.ckpt is None or plan.budget == PLAIN_BUDGET:
         raise UserError("--admin swaps drafters: give it --ckpt, and no --budget 0")
     return describe_served(plan.ckpt, plan.target, plan.fingerprint).options()
+
+
+def _add_capture(arguments: Mapping[str, Any], plan: Plan) -> None:
+    """The engine can capture what its drafter sees."""
+    from serve.capture import capture_options  # noqa: PLC0415 - torch reads the environment as well
+
+    assert plan.drafter is not None  # or nothing would be swappable
+    arguments["additional_config"][SECTION] |= capture_options(plan.drafter.target_layer_ids)[SECTION]
 
 
 def _read_budget(text: str | None, stock: bool) -> int | None:

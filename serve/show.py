@@ -14,8 +14,12 @@ from serve.plan import Plan
 def show_plan(plan: Plan, host: str, port: int, *, has_admin: bool = False) -> None:
     """The effective configuration, one row each."""
     url = f"http://{host}:{port}"
-    admin = [("admin", f"{url}/admin/drafter, for the key's holder")] if has_admin else []
+    admin = [("admin", f"{url}/admin/{{{_admin_routes()}}}, for the key's holder")] if has_admin else []
     _print_rows([*_target_rows(plan), *_drafting_rows(plan), *_engine_rows(plan), ("url", url), *admin])
+
+
+def _admin_routes() -> str:
+    return ",".join(["drafter", "capture", *(["sleep", "wake"] if is_cuda() else [])])
 
 
 def show_verdict(plan: Plan) -> None:

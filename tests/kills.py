@@ -68,6 +68,7 @@ POLL_S, STACKS_LIMIT_S, STACKS_POLL_S, WEIGHT_TOLERANCE = 0.05, 1.0, 0.5, 1e-6
 ORPHAN_LIMIT_S = 20.0  # an engine that just begins looks for its parent after its imports, before all else
 MOST_FOLD = 6.0  # of the undisturbed run's time: a life that takes longer hangs
 MISTAKE = 2
+SHORTER = 0.8
 
 # The first of these that the main thread of any process is in
 PHASES = (
@@ -359,13 +360,16 @@ class Killing:
         return self._command
 
     def _live_until(self, marks: int, offset_s: float) -> Command:
-        """The command so long after so many marks were there; where they had been, after it began to work."""
+        """The command so long after so many marks were there; where they had been, after it began to work.
+
+        Sooner where lives end before: cores were perhaps fought over while the undisturbed run had them.
+        """
         command, since = self._command or self._start(), None
         while since is None or time.monotonic() - since < offset_s:
             self._watch(command)
             if command.code is not None:
                 self._end(command)
-                command, since = self._start(), None
+                command, since, offset_s = self._start(), None, SHORTER * offset_s
             if since is None and self._run.count_marks() >= marks and (not marks or command.is_at_work()):
                 since = time.monotonic()
         return command

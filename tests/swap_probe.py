@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters import EMBEDDED_TARGET
+from search_path import environment
 from tree_probe import answer
 from tree_rounds import Round, Told
 
@@ -60,7 +61,7 @@ def probe(plan: Plan, folder: Path) -> Swapped:
     (folder / "plan").write_bytes(pickle.dumps(plan))
     done = subprocess.run(
         [sys.executable, __file__, str(folder / "plan"), str(folder / "swapped")],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2]))},
+        env=environment(),
         capture_output=True,
         text=True,
         check=False,

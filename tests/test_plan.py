@@ -468,7 +468,7 @@ def test_rolling_shards_need_a_rounds_room():
 def test_an_engine_shares_its_gpu_with_the_others_of_the_data_phase():
     name, settings = (
         "serve: memory of each GPU",
-        ["serve.kv_cache_gib=1", "hardware.gpus=1", "hardware.gpu_gib=80"],
+        ["serve.kv_cache_gib=1", "hardware.gpus=1", "hardware.gpu_gib=80", "rounds.count=1"],
     )
     one, three = (phase_of(plan_of(TINY, *settings, f"data.engines={engines}"), name) for engines in (1, 3))
     assert three.need_gib == pytest.approx(3 * one.need_gib)
@@ -549,7 +549,8 @@ def test_settings_are_proposed_together_where_none_does_alone():
     overrides = ["hardware.gpu_gib=24", "train.zero_stage=1", "train.offload_optimizer=false"]
     job = plan_of(FLAGSHIP, *overrides)
     (first, *_) = propose(job, phase_of(job, "train: memory of each GPU"))
-    assert first.startswith("train.zero_stage=3 train.offload_optimizer=true train.num_anchors <= ")
+    switches = "train.zero_stage=3 train.offload_optimizer=true rounds.handover=stop"
+    assert first.startswith(f"{switches} train.num_anchors <= ")
 
 
 # The command

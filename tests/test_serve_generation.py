@@ -1,6 +1,5 @@
 """Capture while drafts are verified: states are a prefill's, side branches and all, and faults show."""
 
-import os
 import re
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from generation_probe import SERVE, TAPS, WAYS, target_in
+from search_path import environment
 
 from data.hooked_target import HookedTarget
 
@@ -31,11 +31,10 @@ def all_told(tmp_path_factory) -> dict[str, dict[str, Any]]:
     """By precision; the two engines run side by side."""
     folder = tmp_path_factory.mktemp("generation")
     probe = str(Path(__file__).with_name("generation_probe.py"))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2]))}
     started = {
         dtype: subprocess.Popen(
             [sys.executable, probe, dtype, str(folder / dtype)],
-            env=environment,
+            env=environment(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

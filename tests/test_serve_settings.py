@@ -98,6 +98,35 @@ def test_an_engine_leaves_a_core_free_unless_told_otherwise(monkeypatch):
     assert child_environment()["OMP_NUM_THREADS"] == str(max(1, cores - 1))
 
 
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+GIVE_BACK = "pinned_max_cached_size_mb:16"
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "inherited", "settings"),
+    [
+        ("2.13.0", {}, GIVE_BACK),
+        ("2.13.0+cu130", {ALLOCATOR: "max_split_size_mb:64"}, f"max_split_size_mb:64,{GIVE_BACK}"),
+        ("2.14.1", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, f"backend:native,{GIVE_BACK}"),
+        ("2.13.0", {ALLOCATOR: "pinned_max_cached_size_mb:9"}, "pinned_max_cached_size_mb:9"),
+        ("2.12.0", {}, None),  # it would not know the word
+    ],
+)
+def test_on_a_gpu_host_memory_of_sleeping_weights_is_given_back(
+    monkeypatch, torch_version, inherited, settings
+):
+    monkeypatch.setattr("serve.engine.is_cuda", lambda: True)
+    monkeypatch.setattr("serve.engine.version", lambda _: torch_version)
+    for name in (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in inherited.items():
+        monkeypatch.setenv(name, value)
+    environment = child_environment()
+    assert environment.get(ALLOCATOR) == settings
+    monkeypatch.setattr("os.environ", environment)
+    assert child_environment() == environment  # or a process would start itself anew for ever
+
+
 def test_the_chain_drafts_a_token_less_than_a_block(published):
     recipe = tiny_recipe()
     speculative = engine_arguments(recipe.target, recipe.serve, published, None)["speculative_config"]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from search_path import environment
 from tree_controls import broken, preempting
 from tree_rounds import Round, Spec, Told
 from tree_watch import Watch
@@ -35,16 +36,11 @@ def run_engines(specs: dict[str, Spec], folder: Path) -> dict[str, dict[str, Tol
 def _run_process(folder: Path, names: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, __file__, str(folder), *names],
-        env=os.environ | {"PYTHONPATH": _search_path()},
+        env=environment(),
         capture_output=True,
         text=True,
         check=False,
     )
-
-
-def _search_path() -> str:
-    inherited = os.environ.get("PYTHONPATH")
-    return os.pathsep.join([*map(str, Path(__file__).parents[:2]), *([inherited] if inherited else [])])
 
 
 def main(folder: Path, names: list[str]) -> None:

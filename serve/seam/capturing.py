@@ -1,15 +1,18 @@
 """Capture on the V2 model runner: its class gains the few lines that feed a CaptureSink after every step.
 
-`collective_rpc` drives it: start_capture(directory) before the first request, flush_capture() when none runs.
+`collective_rpc` drives it.  Making data: start_capture(directory) before the first request, flush_capture()
+when none runs.  A server: start_capture(directory, True), capture_status() and stop_capture() at any time.
 """
 # ruff: noqa: PLC0415  (vLLM's modules are imported once vLLM calls: on a CPU its worker has to come first)
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from serve.capture import CaptureSink, StepTaps
+from serve.capture import CaptureSink, StepTaps, TrafficSink
 from serve.seam.checks import CAPTURE_FIELDS, CAPTURE_SIGNATURES, SeamError, check_fields, check_signatures
 
 if TYPE_CHECKING:
@@ -19,14 +22,15 @@ else:
 
 
 def attach_capture(worker: Any, target_layer_ids: tuple[int, ...]) -> None:
-    """Makes the worker's runner a capturing one, and the worker answer start_capture and flush_capture."""
+    """Makes the worker's runner a capturing one, and the worker answer what drives it."""
     check_signatures(CAPTURE_SIGNATURES)
     check_fields(CAPTURE_FIELDS)
     _check_config(worker.vllm_config, worker.model_runner, target_layer_ids)
     runner = worker.model_runner
     runner.__class__ = type(f"Capturing{type(runner).__name__}", (CapturingRunner, type(runner)), {})
     runner.target_layer_ids = target_layer_ids
-    worker.start_capture, worker.flush_capture = runner.start_capture, runner.flush_capture
+    for name in ("start_capture", "flush_capture", "stop_capture", "capture_status"):
+        setattr(worker, name, getattr(runner, name))
 
 
 def _check_config(vllm_config: Any, runner: Any, target_layer_ids: tuple[int, ...]) -> None:
@@ -61,18 +65,34 @@ class CapturingRunner(_Runner):
 
     target_layer_ids: tuple[int, ...]
     _sink: CaptureSink | None = None
+    _landing: "Landing | None" = None
 
-    def start_capture(self, directory: str) -> None:
+    def start_capture(self, directory: str, is_traffic: bool = False) -> None:
         """Captures requests that begin from now on into `directory`; all ranks have the same states."""
         from vllm.distributed import get_tensor_model_parallel_rank
 
         if get_tensor_model_parallel_rank() == 0:
-            self._sink = CaptureSink(Path(directory))
+            self._sink = TrafficSink(Path(directory)) if is_traffic else CaptureSink(Path(directory))
 
     def flush_capture(self) -> None:
         """Writes out every request; to be called when none is running."""
         if self._sink is not None:
             self._sink.flush()
+
+    def stop_capture(self) -> dict[str, Any] | None:
+        """Writes out every request, running ones as far as they are, and captures no more: its status."""
+        if (sink := self._open_sink) is not None:
+            sink.close()
+        self._landing = None
+        return self.capture_status()
+
+    def capture_status(self) -> dict[str, Any] | None:
+        """`CaptureSink.status` of this capture, or of the last; None where there was none."""
+        return None if self._sink is None else self._sink.status()
+
+    @property
+    def _open_sink(self) -> CaptureSink | None:
+        return self._sink if self._sink is not None and self._sink.is_open else None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -89,8 +109,8 @@ class CapturingRunner(_Runner):
         self.use_aux_hidden_state_outputs = True
 
     def finish_requests(self, scheduler_output: Any) -> None:
-        if self._sink is not None:  # preempted requests come back and keep their rows
-            self._sink.finish(scheduler_output.finished_req_ids)
+        if (sink := self._open_sink) is not None:  # preempted requests come back and keep their rows
+            sink.finish(scheduler_output.finished_req_ids)
         super().finish_requests(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -108,8 +128,8 @@ class CapturingRunner(_Runner):
     ) -> None:
         """After vLLM's own: by then the accepted tokens are in the request's token ids."""
         super().postprocess_sampled(idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc)
-        if self._sink is not None:
-            self._sink.add_step(self._copy_step(num_rejected))
+        if (sink := self._open_sink) is not None:
+            sink.add_step(self._copy_step(num_rejected))
         self._step = None
 
     def _copy_step(self, num_rejected: torch.Tensor) -> StepTaps:
@@ -124,12 +144,44 @@ class CapturingRunner(_Runner):
         return StepTaps(
             request_ids=list(batch.req_ids),
             starts=starts,
-            taps=[_to_host(tap[:count]) for tap in aux_hidden_states],
+            prompt_lengths=self._prompt_lengths(batch.req_ids),
+            taps=self._land(aux_hidden_states, count),
             positions=_to_host(positions_T),
             token_ids=_to_host(self.req_states.all_token_ids.gpu[slot_T, positions_T]),
             num_rejected=_to_host(num_rejected),
             arrived=_record_event(self.device),
         )
+
+    def _land(self, taps: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
+        if self.device.type != "cuda":
+            return [_to_host(tap[:count]) for tap in taps]
+        if self._landing is None:
+            self._landing = Landing(len(taps), (self.max_num_tokens, taps[0].shape[1]), taps[0].dtype)
+        return self._landing.take(taps, count)
+
+    def _prompt_lengths(self, request_ids: Sequence[str]) -> np.ndarray:
+        states = self.req_states
+        return states.prompt_len.np[[states.req_id_to_index[request_id] for request_id in request_ids]]
+
+
+class Landing:
+    """Where a step's taps arrive: pinned host memory, or no copy would be asynchronous.
+
+    Two steps may be under way: a sink cuts one up before it takes the next.
+    """
+
+    def __init__(self, num_taps: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+        self._sets = [
+            [torch.empty(shape, dtype=dtype, pin_memory=True) for _ in range(num_taps)] for _ in range(2)
+        ]
+
+    def take(self, taps: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
+        """The first rows of each, on their way."""
+        self._sets.reverse()
+        return [
+            buffer[:count].copy_(tap[:count], non_blocking=True)
+            for buffer, tap in zip(self._sets[0], taps, strict=True)
+        ]
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

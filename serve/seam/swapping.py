@@ -78,10 +78,11 @@ def _load_plain(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     inner = model.model
     kept = {name: getattr(inner, name) for name in ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")}
     model.load_weights(iter(tensors.items()))
-    for name, tensor in kept.items():
-        if tensor is not None:
-            tensor.copy_(getattr(inner, name))
-            setattr(inner, name, tensor)
+    with torch.inference_mode():  # in which vLLM made them, where it did so at its first forward
+        for name, tensor in kept.items():
+            if tensor is not None:
+                tensor.copy_(getattr(inner, name))
+                setattr(inner, name, tensor)
 
 
 def _load_packed(vllm_config: Any, model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
