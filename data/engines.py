@@ -6,15 +6,17 @@ its failure becomes ours.
 
 import os
 import signal
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from threading import Lock
 
 import torch
 
@@ -75,15 +77,21 @@ class Advanced:
 
 
 @dataclass(frozen=True)
+class Free:
+    """It can take the next job: what it generated is being written."""
+
+
+@dataclass(frozen=True)
 class Obeyed:
     """A swap or a command was carried out."""
 
 
 Done = Made | Pulse | Obeyed
+Event = Advanced | Free | Done
 
 
 class Engine:
-    """A process that does one job at a time."""
+    """A process that does one job at a time, but for shards, which are written beside the next job."""
 
     def __init__(
         self,
@@ -105,7 +113,7 @@ class Engine:
         with self._watched():
             self.connection.send(job)
 
-    def hear(self) -> Advanced | Done:
+    def hear(self) -> Event:
         """Waits.  Raises what the engine raised, or MachineError if it died."""
         with self._watched():
             event = self.connection.recv()
@@ -158,24 +166,35 @@ def tell_all(engines: Sequence[Engine], job: Job) -> None:
             pass
 
 
-def share_out(engines: Sequence[Engine], jobs: Sequence[Job]) -> Iterator[Advanced | Done]:
+def share_out(engines: Sequence[Engine], jobs: Sequence[Job]) -> Iterator[Event]:
     """What happens, as it happens, until all jobs are done."""
     left = deque(jobs)
-    busy: dict[Any, Engine] = {}
-    for engine in engines:
+    undone: Counter[Engine] = Counter()
+
+    def begin_next(engine: Engine) -> None:
         if left:
             engine.begin(left.popleft())
-            busy[engine.connection] = engine
-    while busy:
-        for connection in wait(list(busy)):
-            event = busy[connection].hear()
+            undone[engine] += 1
+
+    for each in engines:
+        begin_next(each)
+    while undone:
+        for engine in _those_with_news(list(undone)):
+            event = engine.hear()
             yield event
             if isinstance(event, Advanced):
                 continue
-            if left:
-                busy[connection].begin(left.popleft())
-            else:
-                del busy[connection]
+            if not isinstance(event, Made):  # it was free before that
+                begin_next(engine)
+            if not isinstance(event, Free):
+                undone[engine] -= 1
+                undone += Counter()  # without those that have nothing to do
+
+
+def _those_with_news(engines: Sequence[Engine]) -> list[Engine]:
+    """Waits for one at least."""
+    heard = wait([engine.connection for engine in engines])
+    return [engine for engine in engines if engine.connection in heard]
 
 
 def _do_jobs(
@@ -189,14 +208,51 @@ def _do_jobs(
     """The engine's process: does every job that comes, and tells of each step."""
     follow_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
+    line = Line(parent)
     try:
-        maker = ShardMaker(recipe, folder, spool, lambda *step: parent.send(Advanced(*step)), drafting)
-        while True:
-            parent.send(_do(parent.recv(), maker))
+        maker = ShardMaker(recipe, folder, spool, lambda *step: line.tell(Advanced(*step)), drafting)
+        _do_all(line, maker)
     except EOFError:
         return  # no more work
     except (UserError, MachineError, OSError) as error:
-        parent.send(error)
+        line.tell(error)
+
+
+def _do_all(line: "Line", maker: ShardMaker) -> None:
+    """Raises EOFError once no job will come."""
+    with ThreadPoolExecutor(1, "shard") as writer:
+        written: Future[None] | None = None
+        while True:
+            job = line.hear()
+            shard = maker.generate(job.number, job.prompts) if isinstance(job, Work) else None
+            if written is not None:
+                written.result()  # one at a time; its failure is told already
+            if shard is None:
+                line.tell(_do(job, maker))
+            else:
+                line.tell(Free())
+                written = writer.submit(line.tell_of, partial(maker.write, shard))
+
+
+class Line:
+    """To the parent, for several threads."""
+
+    def __init__(self, parent: Connection) -> None:
+        self._parent, self._turn = parent, Lock()
+
+    def hear(self) -> Job:
+        return self._parent.recv()
+
+    def tell(self, event: Event | Exception) -> None:
+        with self._turn:
+            self._parent.send(event)
+
+    def tell_of(self, act: Callable[[], Event]) -> None:
+        """What it returns, or raises."""
+        try:
+            self.tell(act())
+        except (UserError, MachineError, OSError) as error:
+            self.tell(error)
 
 
 def _do(job: Job, maker: ShardMaker) -> Done:

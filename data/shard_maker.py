@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,6 +37,17 @@ class Made:
     finish_reasons: Mapping[str, int]
     least_cosines: Mapping[int, float]
     """By tapped layer, over the states that were compared; empty where none was."""
+
+
+@dataclass(frozen=True)
+class Unwritten:
+    """A shard that was generated and checked."""
+
+    number: int
+    sequences: Sequence[NamedSequence]
+    incomplete: int
+    made: "partial[Made]"
+    """What there is to tell of it, the file's entry left out."""
 
 
 class ShardMaker:
@@ -71,7 +83,10 @@ class ShardMaker:
         return count_pulse(answers, sampling.temperature, is_chain=is_chain)
 
     def make(self, number: int, prompts: Sequence[Rendered]) -> Made:
-        """Its states stay in the spool's files, which are gone from the disk when this returns."""
+        return self.write(self.generate(number, prompts))
+
+    def generate(self, number: int, prompts: Sequence[Rendered]) -> Unwritten:
+        """Its states stay in the spool's files, which have no names any more, for as long as it lives."""
         start = time.monotonic()
         answers = self._answer(prompts)
         seconds = time.monotonic() - start
@@ -79,23 +94,26 @@ class ShardMaker:
         kept = [(prompt, answer) for prompt, answer in pairs if is_whole(answer) and not is_empty(answer)]
         named = [NamedSequence(prompt.id, make_sequence(prompt, answer)) for prompt, answer in kept]
         accepted = [count_accepted(answer) for _, answer in kept]
-        return Made(
-            least_cosines=self._check.check(number, named, accepted),  # before the shard is written
-            entry=self._write(number, named, incomplete=sum(not is_whole(answer) for answer in answers)),
+        made = partial(
+            Made,
+            least_cosines=self._check.check(number, named, accepted),
             emitted_tokens=sum(len(answer.token_ids) for answer in answers),
             request_steps=sum(len(answer.chunks) for answer in answers),
             seconds=seconds,
             finish_reasons=Counter(answer.finish_reason for answer in answers),
         )
+        return Unwritten(number, named, sum(not is_whole(answer) for answer in answers), made)
+
+    def write(self, shard: Unwritten) -> Made:
+        """The engine may go on meanwhile, in another thread."""
+        sequences = [each.sequence for each in shard.sequences]
+        prompt_ids = [each.name for each in shard.sequences]
+        entry = write_shard_file(self._folder, shard.number, sequences, prompt_ids)
+        return shard.made(entry=entry.model_copy(update={"incomplete": shard.incomplete}))
 
     def _answer(self, prompts: Sequence[Rendered]) -> list[Answer]:
         requests = [Request(prompt.token_ids, prompt.seed) for prompt in prompts]
         return self._engine.answer(requests, self._recipe.data.sampling, self._on_step)
-
-    def _write(self, number: int, named: Sequence[NamedSequence], incomplete: int) -> ShardEntry:
-        sequences, prompt_ids = [each.sequence for each in named], [each.name for each in named]
-        entry = write_shard_file(self._folder, number, sequences, prompt_ids)
-        return entry.model_copy(update={"incomplete": incomplete})
 
 
 def count_pulse(answers: Sequence[Answer], temperature: float, *, is_chain: bool) -> Pulse:

@@ -88,10 +88,12 @@ def write_shard_file(
     directory: Path, number: int, sequences: Many[Sequence], prompt_ids: Many[str]
 ) -> ShardEntry:
     """Writes or replaces shard `number`'s file.  Raises OSError if the disk is full; no other changes."""
-    name = shard_name(number)
+    name, digest = shard_name(number), hashlib.sha256()
+    metadata = {"prompt_ids": json.dumps(prompt_ids)}
+    write_tensors(directory / name, _tensors(sequences), metadata, digest=digest)
     return ShardEntry(
         file=name,
-        sha256=write_tensors(directory / name, _tensors(sequences), {"prompt_ids": json.dumps(prompt_ids)}),
+        sha256=digest.hexdigest(),
         sequences=len(sequences),
         tokens=sum(len(each.token_ids) for each in sequences),
         supervised_tokens=sum(int(each.loss_mask.sum()) for each in sequences),

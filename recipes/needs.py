@@ -73,8 +73,9 @@ def _disk_rows(job: Job) -> Iterator[Row]:
     recipe, parameters = job.recipe, job.num_parameters
     yield _shards_at_once(job)
     engines = recipe.data.engines
-    spool = f"{times(engines, 'engines')}{job.shard_tokens:,} tokens of a shard x {job.tap_bytes:,} bytes"
-    yield Row("captured states on their way", spool, engines * job.shard_tokens * job.tap_bytes)
+    words = f"{times(engines, 'engines')}2 shards x {job.shard_tokens:,} tokens x {job.tap_bytes:,} bytes"
+    # of the one that is generated and the one that is written
+    yield Row("captured states on their way", words, 2 * engines * job.shard_tokens * job.tap_bytes)
     published, state = saved_bytes(recipe.train)
     keep, drafting = recipe.train.keep_checkpoints, int(job.is_ahead)
     counted = f"{keep} kept + 1 being written" + " + 1 that drafts" * drafting

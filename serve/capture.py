@@ -8,7 +8,9 @@ Shapes: T=tokens of the step  R=requests of the step  H=hidden size  W=taps x H
 
 import hashlib
 import logging
+from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from serve.tensor_file import TensorParts, write_tensors
 
 _LOG = logging.getLogger(__name__)
 _LONGEST_NAME = 200
+_MOST_WAITING = 64  # files: where the disk is slower than the engine, memory must not be the buffer
 _PROMPT_TOKENS = "prompt_tokens"
 
 
@@ -68,7 +71,7 @@ class _Rows:
 
 
 class CaptureSink:
-    """Holds the rows of running requests only; a finished request goes to its file.
+    """Holds the rows of running requests; those of a finished one go to its file, beside the next steps.
 
     A preempted request computes its rows again: the first copy of a position is kept (they are equal), up to
     the first token that is another one.
@@ -85,6 +88,8 @@ class CaptureSink:
         self._num_sequences = self._num_tokens = 0
         self._under_way: list[StepTaps] = []
         self._rows: dict[str, _Rows] = {}
+        self._writer = ThreadPoolExecutor(1, "capture")
+        self._writing: deque[tuple[Future[None], int]] = deque()
 
     def add_step(self, step: StepTaps) -> None:
         """Takes the step in, and cuts up those before it: their copies had a whole step's time to arrive."""
@@ -92,22 +97,36 @@ class CaptureSink:
         self._under_way.append(step)
 
     def finish(self, request_ids: Iterable[str]) -> None:
+        """Their files will be there after `wait`.  Raises OSError where one that came before cannot be."""
         self._settle()
         for request_id in sorted(set(request_ids) & self._rows.keys()):
-            self._write(request_id, self._rows.pop(request_id))
+            rows = self._rows.pop(request_id)
+            self._writing.append((self._writer.submit(self._write, request_id, rows), rows.count))
+        self.wait(_MOST_WAITING)
 
     def flush(self) -> None:
         """Finishes every request: an engine tells of the last ones only in a step that may never come."""
         self._settle()
         self.finish(list(self._rows))
+        self.wait()
+
+    def wait(self, most: int = 0) -> None:
+        """Until no more than so many files are still to be written.  Raises OSError where one cannot be."""
+        while self._writing and (len(self._writing) > most or self._writing[0][0].done()):
+            written, count = self._writing.popleft()
+            written.result()
+            self._num_sequences += 1
+            self._num_tokens += count
 
     def close(self) -> None:
         """Finishes every request, those still running as far as they are."""
         self.flush()
         self.is_open = False
+        self._writer.shutdown()
 
     def status(self) -> dict[str, Any]:
         """As JSON: where it captures to, if it does, and what it has written."""
+        self.wait()
         folder = str(self._directory) if self.is_open else None
         written = {"folder": folder, "sequences": self._num_sequences, "tokens": self._num_tokens}
         return written | ({"error": self.error} if self.error else {})
@@ -145,9 +164,8 @@ class CaptureSink:
         }
         metadata = {"request_id": external_id(request_id), _PROMPT_TOKENS: str(rows.prompt_length)}
         path = self._find_place(request_id)
-        write_tensors(path, parts, metadata, survives_power_cut=False)  # a driver reads it within seconds
-        self._num_sequences += 1
-        self._num_tokens += rows.count
+        # a driver reads it within seconds
+        write_tensors(path, parts, metadata, survives_power_cut=False)
 
     def _find_place(self, request_id: str) -> Path:
         return spool_path(self._directory, external_id(request_id))
@@ -156,9 +174,9 @@ class CaptureSink:
 class TrafficSink(CaptureSink):
     """Of what a server serves: a disk that fills ends the capture, not the server; no file is overwritten."""
 
-    def finish(self, request_ids: Iterable[str]) -> None:
+    def wait(self, most: int = 0) -> None:
         try:
-            super().finish(request_ids)
+            super().wait(most)
         except OSError as fault:
             self._give_up(f"capture stopped, requests go on: {fault}")
 
@@ -166,6 +184,8 @@ class TrafficSink(CaptureSink):
         _LOG.error(error)
         self.error, self.is_open = error, False
         self._rows.clear()
+        self._writing.clear()
+        self._writer.shutdown(wait=False, cancel_futures=True)
 
     def _find_place(self, request_id: str) -> Path:
         """Under the engine's own id where a client has given the same id twice."""

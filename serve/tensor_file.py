@@ -4,18 +4,24 @@ The format is the safetensors library's own (8-byte header length, JSON header, 
 reads it.  Its writer needs every tensor whole in memory, and hides a full disk in an error of its own.
 """
 
-import hashlib
 import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 _NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int32: "I32", torch.bool: "BOOL"}
 TEMPORARY_SUFFIX = ".tmp"
+
+
+class Digest(Protocol):
+    """As hashlib makes them."""
+
+    def update(self, data: bytes | memoryview, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -32,18 +38,20 @@ def write_tensors(
     tensors: Mapping[str, TensorParts],
     metadata: Mapping[str, str] | None = None,
     *,
+    digest: Digest | None = None,
     survives_power_cut: bool = True,
-) -> str:
-    """Writes `path` under a temporary name, then renames it: whole or not there.  The sha256 of its bytes.
+) -> None:
+    """Writes `path` under a temporary name, then renames it: whole or not there.
 
-    `survives_power_cut` waits for the disk.  Raises OSError as the system gives it, with nothing left behind.
+    `digest` is fed its bytes; `survives_power_cut` waits for the disk.  Raises OSError as the system gives
+    it, with nothing left behind.
     """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-    digest = hashlib.sha256()
     try:
         with temporary.open("wb") as file:
             for piece in _pieces(tensors, metadata or {}):
-                digest.update(piece)
+                if digest is not None:
+                    digest.update(piece)
                 file.write(piece)
             if survives_power_cut:
                 file.flush()
@@ -56,7 +64,6 @@ def write_tensors(
         temporary.unlink(missing_ok=True)
     if survives_power_cut:
         sync_path(path.parent)
-    return digest.hexdigest()
 
 
 def _pieces(tensors: Mapping[str, TensorParts], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:

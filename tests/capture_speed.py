@@ -1,9 +1,10 @@
 """What capture costs, and what sleep frees, on a cut of the flagship's widths; needs a GPU.
 
-    python tests/capture_speed.py [--layers 16] [--requests 32] [--prompt 512] [--new 128] [--repeats 3]
+    python tests/capture_speed.py [--layers 16] [--requests 32] [--prompt 512] [--new 128] [--repeats 2]
 
 Plain engines and engines with trees, each with capture and without, are started together and work in turn.
-"with shards" is the data phase's own work: states compared with a prefill's, written, and on the disk.
+"with shards" is the data phase's own work: states compared with a prefill's, written, and on the disk; the
+last shard's writing has nothing beside it.
 Weights are dummies, so nothing is accepted and a tree's step is one token a request.
 """
 
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -38,6 +40,7 @@ REPOSITORY = Path(__file__).parent.parent
 FLAGSHIP = REPOSITORY / "recipes" / "qwen36_dflash.yaml"
 KINDS = [f"{decoding}{capture}" for decoding in ("plain", "trees") for capture in ("", ", captured")]
 GRAPH_SIZES = [1, 32, 512]
+SHARDS = 3
 ANSWER = "answer:"  # before each line of an engine's that is one
 
 
@@ -46,8 +49,13 @@ class Work:
     """What each engine does, again and again."""
 
     requests: int
+    """At once."""
     prompt: int
     new: int
+
+    @property
+    def of_shard(self) -> int:
+        return 3 * self.requests
 
 
 def read_recipe(folder: Path, work: Work) -> Recipe:
@@ -99,6 +107,7 @@ class Bench:
         _start_as_benched(generation, captures=kind.endswith("captured"))
         shards = folder / kind.replace(", ", "-")
         shards.mkdir()
+        self._shards = shards
         drafting = generation.Drafting(self._ckpt, 15) if self._drafts else None
         self._maker = ShardMaker(self._recipe, shards, shards / "spool", lambda *_: None, drafting)
         self._count = 0
@@ -111,10 +120,20 @@ class Bench:
         return time.perf_counter() - start, sum(len(each.token_ids) for each in answers)
 
     def make(self) -> tuple[float, int]:
-        """The same of a shard, checked and on the disk."""
+        """The same of shards, checked and on the disk, as `data.engines` has them made; they are removed."""
         start = time.perf_counter()
-        made = self._maker.make(self._count, self._prompts())
-        return time.perf_counter() - start, made.emitted_tokens
+        with ThreadPoolExecutor(1) as writer:
+            written: list[Future[Any]] = []
+            for number in range(SHARDS):
+                shard = self._maker.generate(number, self._prompts())
+                if written:
+                    written[-1].result()
+                written.append(writer.submit(self._maker.write, shard))
+            made = [each.result() for each in written]
+        seconds = time.perf_counter() - start
+        for each in made:
+            (self._shards / each.entry.file).unlink()
+        return seconds, sum(each.emitted_tokens for each in made)
 
     def swap(self) -> float:
         """Seconds; the second time nothing is compiled."""
@@ -138,7 +157,7 @@ class Bench:
     def _prompts(self) -> list[Any]:
         """Others each time."""
         self._count += 1
-        rows = range(self._count * self._work.requests, (self._count + 1) * self._work.requests)
+        rows = range(self._count * self._work.of_shard, (self._count + 1) * self._work.of_shard)
         return [
             self._rendered(
                 sha256(str(row).encode()).hexdigest(),
@@ -236,7 +255,7 @@ def main(
     requests: int = 32,
     prompt: int = 512,
     new: int = 128,
-    repeats: Annotated[int, typer.Option(help="Timed times of each, after one that warms up.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Timed times of each, after one that warms up.")] = 2,
 ) -> None:
     """Prints tokens a second with capture and without, and memory awake and asleep."""
     work = Work(requests, prompt, new)
@@ -246,10 +265,10 @@ def main(
         write_weights(folder / "drafter")
         with running(folder, KINDS, work) as children:
             rates = measure_rates(children, repeats)
+            show(rates, work)
             for child in children[:-1]:  # memory is told of the whole GPU
                 child.end()
             swap_s, nap = children[-1].ask("swap"), children[-1].ask("nap")
-    show(rates, work)
     print(f"swap under CUDA graphs: {swap_s:.2f} s")
     print(
         "asleep {asleep_gib:.2f} GiB, awake {awake_gib:.2f}; falls asleep in {sleep_s:.2f} s, wakes in"
@@ -277,7 +296,9 @@ def show(rates: dict[tuple[str, str], float], work: Work) -> None:
         cells = [f"{captured:,.0f}", f"{captured / without:.3f}", f"{made:,.0f}", f"{made / without:.3f}"]
         table.add_row(decoding, f"{without:,.0f}", *cells)
     Console(width=110).print(table)
-    print(f"{work.requests} requests at once, {work.prompt} tokens of prompt, {work.new} new ones")
+    print(
+        f"{work.of_shard} requests, {work.requests} at once: {work.prompt} tokens of prompt, {work.new} new"
+    )
 
 
 if __name__ == "__main__":

@@ -569,7 +569,7 @@ def test_the_flagship_with_all_its_shards_is_refused_for_its_disk_after_its_tabl
     assert done.returncode == 2
     assert "27,357 M parameters x 2 bytes / 2 ranks" in done.stdout
     error = " ".join(done.stderr.split())
-    assert "does not fit its hardware: disk: 19,659.0 GiB needed, hardware.disk_gib is 1,800.0" in error
+    assert "does not fit its hardware: disk: 19,678.2 GiB needed, hardware.disk_gib is 1,800.0" in error
     assert "data.policy=rolling rounds.count=16 | data.num_prompts <= " in error
 
 

@@ -21,9 +21,12 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from recipes.errors import MISTAKE
+from recipes.manifest import write_json
+from recipes.schema import Serve, Target
 from serve.admin import KEY_VARIABLE, AdminRoutes
 from serve.client import SamplingRequest, complete_all, read_counters
 from serve.engine import SECTION, engine_arguments, is_cuda
+from serve.plan import Settings
 from serve.ports import find_free_port
 
 KEY = "sesame-sesame-sesame"
@@ -266,10 +269,15 @@ def log(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(log) -> Iterator[str]:
-    """A server as a user starts it."""
+def url(log, tmp_path_factory) -> Iterator[str]:
+    """A server as a user starts it; on a GPU one that leaves some of it to others."""
     port = find_free_port()
     command = [sys.executable, "serve/run.py", "--ckpt", str(REFERENCE), "--admin", "--port", str(port)]
+    if is_cuda():
+        small = Serve(max_model_len=512, kv_cache_gib=1, gpu_memory_utilization=0.1)
+        path = tmp_path_factory.mktemp("settings") / "settings.json"
+        write_json(path, Settings(target=Target(model=str(EMBEDDED_TARGET)), serve=small))
+        command += ["--settings", str(path)]
     environment = os.environ | {KEY_VARIABLE: KEY}
     with log.open("wb") as output:
         server = subprocess.Popen(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from serve.capture import (
+    _MOST_WAITING,
     CaptureSink,
     StepTaps,
     TrafficSink,
@@ -112,6 +113,7 @@ def test_a_gap_is_an_error(sink):
 def test_a_finished_request_is_written_and_the_running_ones_are_not(sink, tmp_path):
     sink.add_step(step(("a", 0, 3), ("b", 0, 2)))
     sink.finish({"a-12345678", "z-12345678"})
+    sink.wait()
     assert [path.stem for path in tmp_path.iterdir()] == ["a"]
     check(tmp_path, "a", 3)
 
@@ -128,6 +130,7 @@ def test_the_last_step_is_in_the_file_of_a_finished_request(sink, tmp_path):
     sink.add_step(step(("a", 0, 3)))
     sink.add_step(step(("a", 3, 1)))
     sink.finish(["a-12345678"])
+    sink.wait()
     check(tmp_path, "a", 4)
 
 
@@ -181,6 +184,7 @@ def test_an_id_that_comes_twice_overwrites_nothing(traffic, tmp_path):
     for own in ("a-00000001", "a-00000002", "a-00000003"):
         traffic.add_step(named(own))
         traffic.finish([own])
+    traffic.close()
     assert {path.stem for path in tmp_path.iterdir()} == {"a", "a-00000002", "a-00000003"}
 
 
@@ -195,8 +199,8 @@ def full_disk(monkeypatch) -> None:
 def test_a_disk_that_fills_ends_a_servers_capture_and_not_the_server(traffic, full_disk, caplog, tmp_path):
     traffic.add_step(step(("a", 0, 3), ("b", 0, 4)))
     traffic.finish(["a-12345678"])
-    assert not traffic.is_open
     told = traffic.status()
+    assert not traffic.is_open
     assert (told["folder"], told["sequences"], told["tokens"]) == (None, 0, 0)
     assert "No space left on device" in told["error"]
     assert str(tmp_path / "a.safetensors") in told["error"]
@@ -213,3 +217,11 @@ def test_a_disk_that_fills_stops_the_making_of_data(sink, full_disk):
     sink.add_step(step(("a", 0, 3)))
     with pytest.raises(OSError, match="No space left"):
         sink.flush()
+
+
+def test_it_stops_as_well_where_no_more_requests_may_wait(sink, full_disk):
+    names = [f"{number}-12345678" for number in range(_MOST_WAITING + 1)]
+    sink.add_step(named(*names))
+    with pytest.raises(OSError, match="No space left"):
+        sink.finish(names)
+        sink.finish([])
