@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 
 from serve.capture import CaptureSink
+from serve.engine import is_cuda
 from serve.generation import CapturingEngine
 
 Fault = Callable[[], AbstractContextManager[Any]]
@@ -71,9 +72,7 @@ def lost_request(request: str) -> AbstractContextManager[Any]:
 
 def untidy_paths() -> AbstractContextManager[Any]:
     """Accepted nodes keep their states where the tree had them."""
-    from serve.seam.runtime import TreeRuntime  # noqa: PLC0415 - vllm's environment comes first
-
-    return patch.object(TreeRuntime, "tidy_states", lambda *_: None)
+    return patch.object(_runtime_class(), "tidy_states", lambda *_: None)
 
 
 @contextmanager
@@ -94,15 +93,24 @@ def other_taps(engine: CapturingEngine, layers: Sequence[int], shift: int) -> It
 @contextmanager
 def counted_moves() -> Iterator[list[int]]:
     """No fault: of each step the requests whose accepted path was no chain, so that states had to move."""
-    from serve.seam.runtime import TreeRuntime  # noqa: PLC0415 - as above
-
-    tidy, moves = TreeRuntime.tidy_states, []
+    runtime_class = _runtime_class()
+    tidy, moves = runtime_class.tidy_states, []
 
     def tidy_and_count(runtime, input_batch, tap_states):
         step = runtime.step_of(input_batch)
-        if step is not None and step.paths is not None and not step.are_states_tidy:
-            moves.append(int((step.paths.source_BL != step.paths.target_BL).any(dim=1).sum()))
+        if step is not None and step.walk is not None and not step.are_states_tidy:
+            path_BL = step.walk.path_BL  # a chain's is 0, 1, 2, ...
+            places_L = torch.arange(path_BL.shape[1], device=path_BL.device)
+            is_accepted_BL = places_L < step.walk.num_accepted_B[:, None]
+            moves.append(int((is_accepted_BL & (path_BL != places_L)).any(dim=1).sum()))
         tidy(runtime, input_batch, tap_states)
 
-    with patch.object(TreeRuntime, "tidy_states", tidy_and_count):
+    with patch.object(runtime_class, "tidy_states", tidy_and_count):
         yield moves
+
+
+def _runtime_class() -> Any:
+    # vllm's environment comes first
+    from serve.seam import cuda_runtime, runtime  # noqa: PLC0415
+
+    return cuda_runtime.CudaTreeRuntime if is_cuda() else runtime.TreeRuntime

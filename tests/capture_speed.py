@@ -40,7 +40,7 @@ REPOSITORY = Path(__file__).parent.parent
 FLAGSHIP = REPOSITORY / "recipes" / "qwen36_dflash.yaml"
 KINDS = [f"{decoding}{capture}" for decoding in ("plain", "trees") for capture in ("", ", captured")]
 GRAPH_SIZES = [1, 32, 512]
-SHARDS = 3
+SHARDS = 2
 ANSWER = "answer:"  # before each line of an engine's that is one
 
 
@@ -65,7 +65,7 @@ def read_recipe(folder: Path, work: Work) -> Recipe:
         "target.model": folder / "target",
         "target.load_format": "dummy",
         "drafter.target_layer_ids": list(drafter.target_layer_ids),
-        "data.sampling.max_tokens": work.new,
+        "data.sampling": f"{{temperature: 0.0, max_tokens: {work.new}}}",
         "data.check_sequences": 0,  # transformers would need the weights
         "data.check_cosine": 0.9,  # made-up weights are not what is measured here
         "serve.tensor_parallel_size": 1,
@@ -283,6 +283,7 @@ def measure_rates(children: Sequence[Child], repeats: int) -> dict[tuple[str, st
         for child in children:
             for order in ("answer", "make") if child.kind.endswith("captured") else ("answer",):
                 seconds, tokens = child.ask(order)
+                print(f"{child.kind}, {order}: {tokens / seconds:,.0f} tokens a second", file=sys.stderr)
                 if repeat:
                     samples.setdefault((child.kind, order), []).append(tokens / seconds)
     return {key: median(values) for key, values in samples.items()}
