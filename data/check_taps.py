@@ -1,7 +1,7 @@
 """Whether captured tap states are those that were computed again, token by token; pure.
 
 Who computed them again, transformers or the engine itself, is data/shard_check.py's business.
-Shapes: L=tokens of a sequence  P=taps  H=hidden size  W=P x H
+Shapes: L=tokens of a sequence  P=taps  H=hidden size  W=P x H; a sequence's `hidden` here holds all taps
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,6 +11,9 @@ import torch
 
 from data import shards
 from recipes.errors import MachineError
+
+FINAL = -1
+"""In the place of a layer's number: what the target's head reads, after the last layer and its norm."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,15 @@ def check_taps(
             least[layer] = min(least[layer], cosine)
             if not cosine >= least_cosine:
                 raise MachineError(
-                    f"the captured states are not {whose}: cosine {cosine:.6f} at the tap after layer"
-                    f" {layer}, sequence {each.name}, position {position}; data.check_cosine asks for"
-                    f" {least_cosine}; this shard was not written"
+                    f"the captured states are not {whose}: cosine {cosine:.6f} at the tap after"
+                    f" {name_tap(layer)}, sequence {each.name}, position {position}; data.check_cosine asks"
+                    f" for {least_cosine}; this shard was not written"
                 )
     return least
+
+
+def name_tap(layer: int) -> str:
+    return "the final norm" if layer == FINAL else f"layer {layer}"
 
 
 def _compare(each: NamedSequence, expected: torch.Tensor, num_taps: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from data.check_taps import FINAL
 from recipes.load import resolve_model
 from recipes.schema import Target
 
@@ -18,7 +19,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class HookedTarget:
-    """Gives the output residual stream of the target's tapped decoder layers."""
+    """Gives the output residual stream of the target's tapped decoder layers, FINAL among them or not."""
 
     def __init__(self, target: Target, target_layer_ids: Sequence[int]) -> None:
         logging.set_verbosity_error()
@@ -29,10 +30,11 @@ class HookedTarget:
             dtype=_DTYPES[target.dtype],
             device_map="auto",
         ).eval()
-        layers = self._model.get_decoder().layers
-        self._taps: dict[int, torch.Tensor] = {}
+        decoder = self._model.get_decoder()
+        self._taps: dict[int, torch.Tensor] = dict.fromkeys(target_layer_ids, torch.empty(0))
         for layer in target_layer_ids:
-            layers[layer].register_forward_hook(self._keep(layer))
+            tapped = decoder.norm if layer == FINAL else decoder.layers[layer]
+            tapped.register_forward_hook(self._keep(layer))
 
     def _keep(self, layer: int) -> Callable[[Any, Any, Any], None]:
         def hook(module: Any, inputs: Any, output: Any) -> None:
@@ -43,6 +45,6 @@ class HookedTarget:
 
     @torch.inference_mode()
     def compute_taps(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[L, W] for token ids [L], taps ascending."""
+        """[L, W] for token ids [L], taps as they were asked for."""
         self._model(token_ids.long()[None].to(self._model.device), use_cache=False)
-        return torch.cat([self._taps[layer] for layer in sorted(self._taps)], dim=-1)
+        return torch.cat(list(self._taps.values()), dim=-1)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from data.check_taps import NamedSequence, check_taps
+from data.check_taps import FINAL, NamedSequence, check_taps
 from data.hooked_target import HookedTarget
 from data.suspects import find_suspects
 from recipes.errors import MachineError
@@ -29,7 +29,7 @@ class ShardCheck:
 
     def __init__(self, recipe: Recipe, read: Read) -> None:
         self._data, self._target = recipe.data, recipe.target
-        self._layers = recipe.drafter.target_layer_ids
+        self._layers = [*recipe.drafter.target_layer_ids, *([FINAL] if recipe.data.final_states else [])]
         self._read = read
         self._is_compared = False
 

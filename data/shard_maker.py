@@ -7,7 +7,7 @@ business.
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -61,7 +61,16 @@ class ShardMaker:
         self._on_step = on_step
         layers = recipe.drafter.target_layer_ids
         sleeps = drafting is not None and recipe.rounds.engines_sleep
-        self._engine = CapturingEngine(recipe.target, recipe.serve, layers, spool, drafting, sleeps=sleeps)
+        final_states = recipe.data.final_states
+        self._engine = CapturingEngine(
+            recipe.target,
+            recipe.serve,
+            layers,
+            spool,
+            drafting,
+            final_states=final_states,
+            sleeps=sleeps,
+        )
         self._check = ShardCheck(recipe, self._engine.read)
 
     def swap(self, ckpt: Path) -> None:
@@ -107,6 +116,8 @@ class ShardMaker:
     def write(self, shard: Unwritten) -> Made:
         """The engine may go on meanwhile, in another thread."""
         sequences = [each.sequence for each in shard.sequences]
+        if self._recipe.data.final_states:
+            sequences = [part_final(each, len(self._recipe.drafter.target_layer_ids)) for each in sequences]
         prompt_ids = [each.name for each in shard.sequences]
         entry = write_shard_file(self._folder, shard.number, sequences, prompt_ids)
         return shard.made(entry=entry.model_copy(update={"incomplete": shard.incomplete}))
@@ -114,6 +125,12 @@ class ShardMaker:
     def _answer(self, prompts: Sequence[Rendered]) -> list[Answer]:
         requests = [Request(prompt.token_ids, prompt.seed) for prompt in prompts]
         return self._engine.answer(requests, self._recipe.data.sampling, self._on_step)
+
+
+def part_final(sequence: shards.Sequence, num_taps: int) -> shards.Sequence:
+    """The final states were captured as one more tap."""
+    width = sequence.hidden.shape[1] // (num_taps + 1) * num_taps
+    return replace(sequence, hidden=sequence.hidden[:, :width], final=sequence.hidden[:, width:])
 
 
 def count_pulse(answers: Sequence[Answer], temperature: float, *, is_chain: bool) -> Pulse:

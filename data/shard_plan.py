@@ -13,7 +13,8 @@ from data.prompts import load_prompts
 from data.rounds import share_shards
 from data.shards import MANIFEST_NAME, SPOOL_NAME, ShardWriter, check_file, shard_name
 from recipes.errors import UserError
-from recipes.footprint import DTYPE_BYTES, SEQUENCE_BYTES, tap_bytes
+from recipes.footprint import SEQUENCE_BYTES
+from recipes.job import captured_bytes
 from recipes.load import resolve_model
 from recipes.manifest import ShardManifest, identify_target, provenance, read_manifest
 from recipes.schema import Data, Recipe, Rounds
@@ -89,7 +90,7 @@ def check_room(recipe: Recipe, groups: Sequence[Sequence[Rendered]], hidden_size
     data = recipe.data
     if data.disk_gib is None:
         return
-    of_token = tap_bytes(recipe.drafter, hidden_size, DTYPE_BYTES[recipe.target.dtype]) + SEQUENCE_BYTES
+    of_token = captured_bytes(recipe, hidden_size) + SEQUENCE_BYTES
     of_groups = [_count_tokens(group, data) * of_token for group in groups]
     needed = sum(of_groups)
     if data.policy == "rolling":
@@ -150,6 +151,7 @@ def _begin(recipe: Recipe) -> ShardManifest:
         target_layer_ids=recipe.drafter.target_layer_ids,
         hidden_size=target.hidden_size,
         dtype=recipe.target.dtype,
+        final_states=recipe.data.final_states,
         shards=[],
         dropped={},
         complete=False,
@@ -167,7 +169,8 @@ def _refuse_other(path: Path, found: ShardManifest, wanted: ShardManifest) -> No
         pairs[f"rounds.{name}"] = (earlier[name], wanted.recipe["rounds"][name])
     for name, value in wanted.recipe["data"].items():
         if name not in _WITHOUT_EFFECT:
-            pairs[f"data.{name}"] = (found.recipe["data"].get(name), value)
+            default = Data.model_fields[name].get_default()  # of shards that are older than the setting
+            pairs[f"data.{name}"] = (found.recipe["data"].get(name, default), value)
     differences = [
         f"{name}: found {old}, the recipe says {new}" for name, (old, new) in pairs.items() if old != new
     ]

@@ -9,7 +9,7 @@ names it; whatever else lies in the folder is the rest of an interrupted run.
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,6 +39,8 @@ class Sequence:
     """[L] bool: the target emitted this token, its end-of-turn included."""
     hidden: torch.Tensor
     """[L - 1, W]: row j is the tapped state of token j; the last token's may never have been computed."""
+    final: torch.Tensor | None = None
+    """[L - 1, hidden size]: what the target's head reads at token j; None where nobody captured or asked."""
 
 
 def shard_name(number: int) -> str:
@@ -103,14 +105,22 @@ def write_shard_file(
 def _tensors(sequences: Many[Sequence]) -> dict[str, TensorParts]:
     lengths = torch.tensor([len(each.token_ids) for each in sequences], dtype=torch.int32)
     tokens = int(lengths.sum())
-    states = [each.hidden for each in sequences]
-    dtype, width = (states[0].dtype, states[0].shape[1]) if states else (torch.bfloat16, 0)
     return {
         "lengths": TensorParts(torch.int32, (len(sequences),), [lengths]),
         "token_ids": TensorParts(torch.int32, (tokens,), [each.token_ids for each in sequences]),
         "loss_mask": TensorParts(torch.bool, (tokens,), [each.loss_mask for each in sequences]),
-        "hidden": TensorParts(dtype, (tokens - len(sequences), width), states),
+        "hidden": _states([each.hidden for each in sequences]),
+        **(
+            {"final": _states(final)}
+            if (final := [s.final for s in sequences if s.final is not None])
+            else {}
+        ),
     }
+
+
+def _states(parts: list[torch.Tensor]) -> TensorParts:
+    dtype, width = (parts[0].dtype, parts[0].shape[1]) if parts else (torch.bfloat16, 0)
+    return TensorParts(dtype, (sum(map(len, parts)), width), parts)
 
 
 @dataclass(frozen=True)
@@ -118,6 +128,7 @@ class Shard:
     """One file, read by slices of its memory map."""
 
     path: Path
+    with_final: bool = False
 
     @cached_property
     def _file(self) -> Any:
@@ -128,21 +139,26 @@ class Shard:
         """Of each sequence's tokens, then the last's end; the states of sequence i start at starts[i] - i."""
         return [0, *accumulate(self._file.get_tensor("lengths").tolist())]
 
+    def read_loss_masks(self) -> Iterator[torch.Tensor]:
+        yield from self._file.get_tensor("loss_mask").tensor_split(self._starts[1:-1])
+
     def read_sequence(self, index: int) -> Sequence:
         start, end = self._starts[index], self._starts[index + 1]
+        of_states = slice(start - index, end - index - 1)
         return Sequence(
             self._file.get_slice("token_ids")[start:end],
             self._file.get_slice("loss_mask")[start:end],
-            self._file.get_slice("hidden")[start - index : end - index - 1],
+            self._file.get_slice("hidden")[of_states],
+            self._file.get_slice("final")[of_states] if self.with_final else None,
         )
 
 
 class Shards:
     """All sequences of a folder, by number."""
 
-    def __init__(self, directory: Path, manifest: ShardManifest) -> None:
+    def __init__(self, directory: Path, manifest: ShardManifest, *, with_final: bool = False) -> None:
         self.manifest = manifest
-        self._shards = [Shard(directory / entry.file) for entry in manifest.shards]
+        self._shards = [Shard(directory / entry.file, with_final) for entry in manifest.shards]
         self._firsts = [0, *accumulate(entry.sequences for entry in manifest.shards)]
 
     def __len__(self) -> int:
@@ -154,11 +170,19 @@ class Shards:
         shard = bisect_right(self._firsts, index) - 1
         return self._shards[shard].read_sequence(index - self._firsts[shard])
 
+    def read_loss_masks(self) -> Iterator[torch.Tensor]:
+        """Of every sequence, in order; no states are read."""
+        for shard in self._shards:
+            yield from shard.read_loss_masks()
 
-def open_shards(directory: Path, manifest: ShardManifest | None = None) -> Shards:
+
+def open_shards(
+    directory: Path, manifest: ShardManifest | None = None, *, with_final: bool = False
+) -> Shards:
     """Those that the manifest names, the folder's own if none is given.
 
-    Raises UserError for a missing or damaged manifest, or a shard that is not what was written.
+    with_final: sequences have their final states.  Raises UserError for a missing or damaged manifest, for a
+    shard that is not what was written, and where there are no final states.
     """
     manifest = manifest or read_manifest(directory / MANIFEST_NAME, ShardManifest)
     for entry in manifest.shards:
@@ -168,7 +192,12 @@ def open_shards(directory: Path, manifest: ShardManifest | None = None) -> Shard
                 " run data/regenerate.py on its recipe again, which makes it anew"
             )
         check_file(directory, entry)
-    return Shards(directory, manifest)
+    if with_final and not manifest.final_states:
+        raise UserError(
+            f"{directory} holds no final states of the target: write data.final_states=true, and make the"
+            " shards again"
+        )
+    return Shards(directory, manifest, with_final=with_final)
 
 
 def check_file(directory: Path, entry: ShardEntry) -> None:

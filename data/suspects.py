@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 
-from data.check_taps import NamedSequence
+from data.check_taps import NamedSequence, name_tap
 from recipes.errors import MachineError
 
 _TOLD_APART_BY = 64
@@ -26,7 +26,7 @@ def find_suspects(sequences: Sequence[NamedSequence], target_layer_ids: Sequence
         zeros = (norms_LP == 0).nonzero().tolist()
         if zeros:
             position, tap = zeros[0]
-            doubts[index] = f"position {position} is zero at the tap after layer {target_layer_ids[tap]}"
+            doubts[index] = f"position {position} is zero at the tap after {name_tap(target_layer_ids[tap])}"
     for index, doubt in _find_twins(sequences):
         doubts.setdefault(index, doubt)
     return doubts

@@ -91,7 +91,8 @@ class Job:
 
     @property
     def tap_bytes(self) -> int:
-        return tap_bytes(self.recipe.drafter, self.target.hidden_size, self.dtype_bytes)
+        """Of a token, as captured: the final states with them, where they are asked for."""
+        return captured_bytes(self.recipe, self.target.hidden_size)
 
     @cached_property
     def num_parameters(self) -> int:
@@ -138,6 +139,13 @@ class Job:
         """Of one shard: it is closed by the sequence that fills it."""
         data = self.recipe.data
         return min(data.num_prompts * self.longest, data.shard_tokens - 1 + self.longest)
+
+
+def captured_bytes(recipe: Recipe, hidden_size: int) -> int:
+    """Of a token's states."""
+    dtype_bytes = DTYPE_BYTES[recipe.target.dtype]
+    final = hidden_size * dtype_bytes if recipe.data.final_states else 0
+    return tap_bytes(recipe.drafter, hidden_size, dtype_bytes) + final
 
 
 def count_engine_gpus(recipe: Recipe) -> int:

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
@@ -86,6 +86,8 @@ class ShardManifest(Manifest):
     hidden_size: Count
     """Of one tap; a token's row holds as many taps as there are target_layer_ids."""
     dtype: schema.Precision
+    final_states: bool = False
+    """Of the target are there too (`data.final_states`)."""
     shards: list[ShardEntry]
     dropped: dict[str, Count]
     """Reason -> sequences left out."""
@@ -163,6 +165,16 @@ class RoundManifest(Record):
         return self.emitted_tokens / self.engine_seconds * self.num_engines
 
 
+class Origin(Record):
+    """The drafter whose weights a training began with."""
+
+    checkpoint: str
+    """Its folder, links resolved."""
+    format: str
+    fingerprint: Sha256
+    """Of config.json and the files of its weights."""
+
+
 class CheckpointManifest(Manifest):
     """draftsmith.json in a checkpoint's folder."""
 
@@ -172,6 +184,8 @@ class CheckpointManifest(Manifest):
     tokens_seen: Count
     simulated_acceptance: float | None = None
     """Of the chain, over the steps before this one; None in the checkpoints of earlier versions."""
+    init_from: Origin | None = None
+    """None: the training began at random."""
 
 
 Versioned = TypeVar(
@@ -246,8 +260,13 @@ def _folder_fingerprint(target: schema.Target, folder: Path) -> str:
     weights = sorted(folder.glob("*.safetensors"))
     if not weights and target.load_format != "dummy":
         raise UserError(f"{folder}: expected weights, found no *.safetensors in it")
+    return fingerprint_files([folder / "config.json", *weights])
+
+
+def fingerprint_files(paths: Iterable[Path]) -> str:
+    """Of their bytes, in this order; their names do not count."""
     digest = hashlib.sha256()
-    for path in [folder / "config.json", *weights]:
+    for path in paths:
         stat = path.stat()
         digest.update(_file_digest(path, stat.st_size, stat.st_mtime_ns))
     return digest.hexdigest()

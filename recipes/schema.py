@@ -5,7 +5,7 @@ Field names follow the published DFlash config and vLLM's and DeepSpeed's own wo
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -116,27 +116,70 @@ class Data(Section):
     engine; drawn by lot, an accepted draft being a lot."""
     check_cosine: Share = 0.999
     """The least cosine that a token's tap may have in these comparisons."""
+    final_states: bool = False
+    """Shards also hold what the target's head reads, its last states after their norm: objectives that distil
+    its distribution need them."""
 
 
 class Optimizer(Section):
     """AdamW with fp32 masters."""
 
-    learning_rate: Annotated[float, Field(gt=0)] = 6e-4
+    learning_rate: Annotated[float, Field(ge=0)] = 6e-4
+    """The peak; 0 learns nothing, a control of everything else."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     gradient_clipping: Annotated[float, Field(gt=0)] = 1.0
-    schedule: Literal["cosine", "constant"] = "cosine"
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    """wsd: warm-up, then the peak, then a decay as 1 - sqrt over the last steps (arXiv 2405.18392)."""
     warmup_share: Share = 0.04
     """Share of all steps spent in linear warm-up."""
+    decay_share: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Share of all steps in which wsd decays; the others pass it over."""
     final_learning_rate_share: Share = 0.0
-    """Where the cosine ends, as a share of the peak."""
+    """Where the cosine ends, or wsd's decay, as a share of the peak."""
+
+    @model_validator(mode="after")
+    def _phases_fit(self) -> "Optimizer":
+        if self.schedule == "wsd" and self.warmup_share + self.decay_share > 1:
+            raise ValueError(
+                f"warmup_share {self.warmup_share:g} + decay_share {self.decay_share:g} is more than 1:"
+                " lower one of them"
+            )
+        return self
 
 
 class Objective(Section):
-    """Cross-entropy of the block's slots against the target's own tokens."""
+    """What the slots of a block are trained for."""
 
+    kind: Literal["cross_entropy", "d_pace", "kl", "total_variation", "lk"] = "cross_entropy"
+    """cross_entropy: against the target's own tokens, later slots weighing less (DFlash, arXiv 2602.06036).
+    d_pace: the same with weights that follow how far the drafter's blocks get (arXiv 2605.18810).
+    kl, total_variation: to the target's distribution; lk: from the one to the other the more the drafter is
+    accepted (arXiv 2602.23881). These three need shards with the target's final states."""
     decay: Annotated[float, Field(gt=0)] = 7.0
-    """Slot k weighs exp(-(k - 1) / decay) (DFlash, arXiv 2602.06036, section 4.2)."""
+    """Slot k weighs exp(-(k - 1) / decay) (DFlash, arXiv 2602.06036, section 4.2), but not in d_pace."""
+    alpha: Share = 0.5
+    """Of d_pace, which takes (1 - alpha) q + alpha for the probability q of a label."""
+    eta: Annotated[float, Field(gt=0)] = 3.0
+    """Of lk: exp(-eta x acceptance) is the share of KL, the rest that of total variation."""
+
+    @property
+    def needs_final_states(self) -> bool:
+        """Of the target, from which its distribution follows."""
+        return self.kind in ("kl", "total_variation", "lk")
+
+
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class Lora(Section):
+    """Low-rank adapters (arXiv 2106.09685) on the layers' projections, trained in place of all weights."""
+
+    rank: Positive = 16
+    alpha: Positive = 32
+    """The adapters' product is scaled by alpha / rank."""
+    targets: Annotated[list[Projection], Field(min_length=1)] = list(get_args(Projection))
+    """Of every layer."""
 
 
 class Train(Section):
@@ -150,6 +193,13 @@ class Train(Section):
     """Sequences in one forward on one rank; accumulation follows."""
     num_anchors: Positive = 512
     """Blocks drawn per sequence, afresh at each visit."""
+    least_anchors: Positive = 1
+    """A sequence with fewer tokens that an anchor may stand before is left out, counted and told."""
+    init_from: Path | None = None
+    """The folder of a drafter's checkpoint of the same shape, in any format that is served, with which a
+    training begins; a training that goes on has its own. None: at random."""
+    lora: Lora | None = None
+    """Only adapters on init_from's drafter are trained; checkpoints are merged. None: all weights are."""
     precision: Precision = "bfloat16"
     """Of the drafter's computation; masters and optimizer are always fp32."""
     zero_stage: Literal[0, 1, 2, 3] = 2
@@ -161,6 +211,12 @@ class Train(Section):
     keep_checkpoints: Positive = 2
     log_every_steps: Positive = 10
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _adapters_have_a_base(self) -> "Train":
+        if self.lora is not None and self.init_from is None:
+            raise ValueError("lora without init_from: name the checkpoint whose weights it adapts")
+        return self
 
 
 class Serve(Section):
@@ -260,6 +316,9 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> "Recipe":
+        kind = self.train.objective.kind
+        if self.train.objective.needs_final_states and not self.data.final_states:
+            raise ValueError(f"train.objective.kind {kind} needs data.final_states: write true")
         if self.rounds.count > self.train.steps:
             raise ValueError(
                 f"rounds.count {self.rounds.count} is more than train.steps {self.train.steps}: a round takes"

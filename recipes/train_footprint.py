@@ -71,8 +71,8 @@ def saved_bytes(train: Train) -> tuple[int, int]:
 
 TILE_ROWS, STACK_KEYS, KEY_STEP = 64, 1 << 15, 64
 """Those of `train.tiles`."""
-CHUNK_LOGITS = 1 << 23
-"""That of `train.objective`."""
+CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 29}
+"""That of `train.head`."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,9 @@ def worst_batch(train: Train, block_size: int, num_tokens: int) -> WorstBatch:
 class Activations:
     """What the trainer holds at the peak of the worst batch's backward pass, parameters left out.
 
-    Assumed: no fused kernel.  Attention copies each tile's keys and values in fp32 for every query head, as
-    torch's math path does, to which a boolean mask with grouped heads may fall back; norms keep fp32 copies.
-    A fused kernel takes less.
+    Assumed: norms keep fp32 copies.  On a GPU attention keeps what it reads and writes (`train.attention`).
+    On a CPU it copies each tile's keys and values in fp32 for every query head, as torch's math path does, to
+    which a boolean mask with grouped heads may fall back; a fused one takes less.
     """
 
     drafter: Drafter
@@ -157,6 +157,9 @@ class Activations:
     batch: WorstBatch
     dtype_bytes: int
     recompute: bool
+    on_gpu: bool
+    final_states: bool = False
+    """Whether the objective reads the target's final states."""
 
     def peak_bytes(self) -> int:
         """With the loss's rows while it is computed, then with the gradients of one layer after another."""
@@ -169,8 +172,7 @@ class Activations:
     def _shared_bytes(self) -> int:
         """Tap states, masks, embedded blocks, and the context that all layers read with its norm's copies."""
         D, S, Q = self.hidden_size, self.batch.context_rows, self.batch.block_rows
-        stacks = [stack for kind in set(self.drafter.layer_types) for stack in self._stacks(kind)]
-        masks = sum(stack.tiles * stack.rows * stack.keys for stack in stacks)
+        masks = sum(stack.tiles * stack.rows * stack.keys for stack in self._all_stacks())
         taps = S * tap_bytes(self.drafter, D, self.dtype_bytes)
         return taps + masks + S * D * (self.dtype_bytes + 2 * FP32) + Q * D * self.dtype_bytes
 
@@ -181,7 +183,18 @@ class Activations:
         queries, keys = query_size(self.drafter), key_size(self.drafter)
         norms = (2 * Q * D + Q * queries + (S + Q) * keys) * 2 * FP32  # each: its input and its quotient
         inputs = Q * (2 * D + queries + 4 * F) * self.dtype_bytes  # of the matrix products, and SwiGLU's
-        return norms + inputs + sum(map(self._stack_bytes, self._stacks(kind)))
+        return norms + inputs + self._attention_bytes(kind)
+
+    def _attention_bytes(self, kind: LayerType) -> int:
+        """Beside its output: queries, keys, values and a number for each query and head; or tiles."""
+        if not self.on_gpu:
+            return sum(map(self._stack_bytes, self._stacks(kind)))
+        Q, heads = self.batch.block_rows, self.drafter.num_attention_heads
+        return self._query_and_key_bytes() + Q * heads * FP32
+
+    def _query_and_key_bytes(self) -> int:
+        Q, S = self.batch.block_rows, self.batch.context_rows
+        return (Q * query_size(self.drafter) + 2 * (S + Q) * key_size(self.drafter)) * self.dtype_bytes
 
     def _stack_bytes(self, stack: StackShape) -> int:
         """Queries, keys and values of every head, and the probabilities."""
@@ -189,16 +202,29 @@ class Activations:
         return stack.tiles * self.drafter.num_attention_heads * wide * FP32
 
     def _loss_bytes(self) -> int:
-        """The final norm's copies, the supervised rows with their gradients, and a chunk of logits."""
-        D, V, R, b = self.hidden_size, self.vocab_size, self.batch.supervised_rows, self.dtype_bytes
-        chunk = min(R, max(1, CHUNK_LOGITS // V)) * V * (2 * FP32 + b)
-        return self.batch.block_rows * D * (2 * FP32 + 2 * b) + 2 * R * D * b + chunk
+        """The final norm's copies, the supervised rows with their gradients, and the head's."""
+        D, Q, R, b = self.hidden_size, self.batch.block_rows, self.batch.supervised_rows, self.dtype_bytes
+        return Q * D * (2 * FP32 + 2 * b) + 2 * R * D * b + self._head_bytes()
+
+    def _head_bytes(self) -> int:
+        """A chunk of logits, which on a CPU is worked on in fp32, or of two, and the final states."""
+        D, V, Q, drafts = self.hidden_size, self.vocab_size, self.batch.block_rows, self.batch.block_size - 1
+        most = CHUNK_LOGITS["cuda" if self.on_gpu else "cpu"] // V // drafts * drafts
+        logits = min(self.batch.supervised_rows, max(drafts, most)) * V
+        models = 2 if self.final_states else 1
+        work = 0 if self.on_gpu else (2 * models - 1) * FP32
+        return logits * (models * self.dtype_bytes + work) + (models - 1) * Q * D * self.dtype_bytes
 
     def _gradient_bytes(self) -> int:
-        """Under way in one layer: of its widest rows, or of its largest stack."""
-        rows = self.batch.block_rows * (2 * self.drafter.intermediate_size + 4 * self.hidden_size)
-        stacks = [stack for kind in set(self.drafter.layer_types) for stack in self._stacks(kind)]
-        return max(rows * self.dtype_bytes, *map(self._stack_bytes, stacks))
+        """Under way in one layer: of its widest rows and a weight between them, or of its attention."""
+        D, F = self.hidden_size, self.drafter.intermediate_size
+        widest = (self.batch.block_rows * (2 * F + 4 * D) + F * D) * self.dtype_bytes
+        return max(widest, self._query_and_key_bytes(), *map(self._stack_bytes, self._all_stacks()))
+
+    def _all_stacks(self) -> list[StackShape]:
+        """None on a GPU, which needs no masks."""
+        kinds = () if self.on_gpu else set(self.drafter.layer_types)
+        return [stack for kind in kinds for stack in self._stacks(kind)]
 
     def _stacks(self, kind: LayerType) -> list[StackShape]:
         return list(self.batch.stacks(kind, self.drafter.sliding_window))

@@ -47,11 +47,13 @@ def _activations(job: Job) -> Row:
         batch,
         DTYPE_BYTES[train.precision],
         train.activation_checkpointing,
+        job.on_gpus,
+        train.objective.needs_final_states,
     )
     kept = "one layer at a time" if train.activation_checkpointing else f"{drafter.num_hidden_layers} layers"
+    attention = "" if job.on_gpus else ", attention without a fused kernel"
     words = (
-        f"estimate: {batch.block_rows:,} block rows on {batch.context_rows:,} of context, {kept},"
-        " attention without a fused kernel"
+        f"estimate: {batch.block_rows:,} block rows on {batch.context_rows:,} of context, {kept}{attention}"
     )
     return Row("activations", words, activations.peak_bytes())
 

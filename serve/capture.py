@@ -3,7 +3,7 @@
 The runner (serve/seam/) feeds it after every step.  Making data, the driver (serve/generation.py) starts it,
 reads the files and cuts them to the text that was returned; a server keeps the files of what it serves
 (serve/admin_capture.py).  A request is captured from its first token or not at all.
-Shapes: T=tokens of the step  R=requests of the step  H=hidden size  W=taps x H
+Shapes: T=tokens of the step  R=requests of the step  H=hidden size  W=taps x H (the final states are one)
 """
 
 import hashlib
@@ -29,9 +29,12 @@ _MOST_WAITING = 64  # files: where the disk is slower than the engine, memory mu
 _PROMPT_TOKENS = "prompt_tokens"
 
 
-def capture_options(target_layer_ids: Sequence[int]) -> dict[str, Any]:
-    """additional_config of an engine that can capture the outputs of these layers."""
-    return {SECTION: {"capture": {"target_layer_ids": list(target_layer_ids)}}}
+def capture_options(target_layer_ids: Sequence[int], *, final_states: bool = False) -> dict[str, Any]:
+    """additional_config of an engine that can capture the outputs of these layers.
+
+    final_states: and, as one more tap, what the target's head reads.
+    """
+    return {SECTION: {"capture": {"target_layer_ids": list(target_layer_ids), "final_states": final_states}}}
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class StepTaps:
     prompt_lengths: np.ndarray
     """[R]"""
     taps: Sequence[torch.Tensor]
-    """One [T, H] per tap, ascending."""
+    """One [T, H] per tap, ascending; the final states last, where they are asked for."""
     positions: torch.Tensor
     """[T]"""
     token_ids: torch.Tensor

@@ -74,11 +74,14 @@ class CapturingEngine:
         spool: Path,
         drafting: Drafting | None = None,
         *,
+        final_states: bool = False,
         sleeps: bool = False,
     ) -> None:
-        """sleeps: it can be laid to sleep, for which vLLM keeps its memory in pools of another kind."""
+        """final_states: what the target's head reads is captured as one more tap.  sleeps: it can be laid to
+        sleep, for which vLLM keeps its memory in pools of another kind."""
         self._spool = spool
-        self._engine = _start_engine(target, serve, target_layer_ids, drafting, sleeps=sleeps)
+        capture = capture_options(target_layer_ids, final_states=final_states)
+        self._engine = _start_engine(target, serve, capture, drafting, sleeps=sleeps)
         self._call_workers("start_capture", str(spool))
 
     def swap(self, ckpt: Path) -> None:
@@ -178,7 +181,7 @@ class CapturingEngine:
 def _start_engine(
     target: Target,
     serve: Serve,
-    target_layer_ids: Sequence[int],
+    capture: Mapping[str, Any],
     drafting: Drafting | None,
     *,
     sleeps: bool,
@@ -192,7 +195,7 @@ def _start_engine(
     else:
         swappable = describe_served(drafting.ckpt, target, None).options()
         arguments = engine_arguments(target, serve, drafting.ckpt, drafting.budget, swappable, sleeps=sleeps)
-    arguments["additional_config"].setdefault(SECTION, {}).update(capture_options(target_layer_ids)[SECTION])
+    arguments["additional_config"].setdefault(SECTION, {}).update(capture[SECTION])
     return LLMEngine.from_engine_args(EngineArgs(**arguments, disable_log_stats=True, use_tqdm_on_load=False))
 
 

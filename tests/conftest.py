@@ -1,7 +1,10 @@
 """The environment every test runs in, set before anything of vLLM's is imported, and what tests share."""
 
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,7 +18,19 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # each process of pytest has a core, an
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if TYPE_CHECKING:
+    from train.ranks import Ranks
+
 REPOSITORY = Path(__file__).resolve().parent.parent
+LAUNCHED = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
+"""What a launcher of one rank sets."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,3 +41,28 @@ def pytest_configure(config: pytest.Config) -> None:
 def embedded_target() -> Path:
     """The folder of the committed hybrid target."""
     return REPOSITORY / "recipes" / "embedded" / "target"
+
+
+@pytest.fixture(scope="session")
+def joined_rank() -> Iterator["Ranks"]:
+    """Once in a process, as DeepSpeed remembers groups that are gone; the environment is put back at once."""
+    from train.ranks import joined_ranks  # noqa: PLC0415 - most tests need no ranks
+
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as environment:
+            for name in LAUNCHED:
+                environment.setenv(name, "")  # so that it is put back afterwards
+                environment.delenv(name)
+            environment.setenv("OMP_NUM_THREADS", "1")
+            ranks = stack.enter_context(joined_ranks())
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def only_rank(joined_rank: "Ranks") -> Iterator["Ranks"]:
+    """For engines in this process: DeepSpeed asks the environment who it is."""
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in LAUNCHED.items():
+            environment.setenv(name, value)
+        environment.setenv("OMP_NUM_THREADS", "1")
+        yield joined_rank

@@ -28,6 +28,7 @@ from capture_faults import (
 from drafters import EMBEDDED_TARGET, tiny_recipe, write_random_drafter
 from transformers import AutoTokenizer
 
+from data.check_taps import FINAL
 from data.groups import Rendered, render
 from data.prompts import load_prompts
 from data.shard_maker import Made, ShardMaker
@@ -38,6 +39,7 @@ from serve.generation import Answer, CapturingEngine, Drafting, Request
 
 REFERENCE = EMBEDDED_TARGET.parent / "drafter"
 TAPS = [1, 3, 5, 6]
+CAPTURED = [*TAPS, FINAL]
 SERVE = Serve(
     max_model_len=256,
     max_num_seqs=3,
@@ -116,6 +118,7 @@ def tell_faults(engine: CapturingEngine, prompts: Sequence[Rendered], folder: Pa
         "data.check_sequences=2",
         "data.check_again=2",
         "data.check_cosine=0.998",
+        "data.final_states=true",
     )
     with patch("data.shard_maker.CapturingEngine", lambda *_, **__: engine):
         maker, fresh = (ShardMaker(recipe, folder, folder / "spool", lambda *_: None) for _ in range(2))
@@ -152,7 +155,9 @@ def main(dtype: str, out: str) -> None:
     with TemporaryDirectory() as name:
         folder = Path(name)
         drafting = Drafting(REFERENCE, 15)
-        engine = CapturingEngine(target_in(dtype), SERVE, TAPS, folder / "spool", drafting, sleeps=is_cuda())
+        engine = CapturingEngine(
+            target_in(dtype), SERVE, TAPS, folder / "spool", drafting, final_states=True, sleeps=is_cuda()
+        )
         told = {"prompts": [prompt.token_ids for prompt in prompts], **tell_ways(engine, prompts)}
         told["longest"] = tell_longest(engine, prompts)
         if is_cuda():

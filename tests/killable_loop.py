@@ -59,9 +59,10 @@ class StubEngine:
         spool: Path,
         drafting: Any = None,
         *,
+        final_states: bool = False,
         sleeps: bool = False,
     ) -> None:
-        self._width = len(target_layer_ids) * HIDDEN
+        self._width = (len(target_layer_ids) + final_states) * HIDDEN
         self._spool, self._is_drafting = spool, drafting is not None
         self._sleeps, self._is_awake = sleeps, True
         spool.mkdir(parents=True, exist_ok=True)
@@ -157,8 +158,20 @@ class DataPhaseHere:
         return report
 
 
-def write_report(_script: str, _arguments: Sequence[str], recipe: Recipe) -> None:
-    write_json(recipe.output_dir / "report.json", {"measured": recipe.name})
+def write_report(script: str, _arguments: Sequence[str], recipe: Recipe) -> None:
+    """What the checkpoint's card needs of it."""
+    chain = {"acceptance_length": 1.5, "standard_error": 0.25, "committed_tokens": 96}
+    settings = {"suite": recipe.eval.suite, "n_prompts": 2, "temperature": 0.0, "max_tokens": 48}
+    report = {
+        "schema_version": 1,
+        "engine": {"vllm": "stub", "device": "cpu", "precision": "float32"},
+        "settings": settings | {"budget": None},
+        "chain": chain,
+        "tree": None,
+        "other_temperatures": [],
+        "provenance": {"argv": [script]},
+    }
+    write_json(recipe.output_dir / "report.json", report)
 
 
 def put_stubs_in_place() -> None:

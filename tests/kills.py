@@ -68,7 +68,7 @@ POLL_S, STACKS_LIMIT_S, STACKS_POLL_S, WEIGHT_TOLERANCE = 0.05, 1.0, 0.5, 1e-6
 ORPHAN_LIMIT_S = 20.0  # an engine that just begins looks for its parent after its imports, before all else
 MOST_FOLD = 6.0  # of the undisturbed run's time: a life that takes longer hangs
 MISTAKE = 2
-SHORTER = 0.8
+SHORTER = 0.5
 
 # The first of these that the main thread of any process is in
 PHASES = (
@@ -78,11 +78,11 @@ PHASES = (
     ("capture", "serve/capture.py:_write"),
     ("regeneration", "data/filling.py:make_shards"),
     ("start of engines", "data/host.py:drafting_with"),
-    ("start of the data phase", "train/rounds.py:_order"),
+    ("start of the data phase", "train/rounds.py:_wait"),
     ("checkpoint", "train/saving.py:save"),
     ("training", "train/loop.py:_take_steps"),
     ("start of training", "train/loop.py:take"),
-    ("measuring", "train/distill.py:measure"),
+    ("measuring", "eval/measure.py:main"),  # the trainer waits in a system call, and tells nothing
 )
 START = "start"
 # Every process is made to tell, when asked by a signal, where it is; faulthandler would do it without

@@ -156,12 +156,15 @@ def prompt_ids(output_dir: Path) -> list[str]:
 
 
 def find_differences(run: Path, expected: Path) -> Iterator[str]:
-    """Of two finished runs: files, shards, published weights, optimizer, `latest`, curves of training."""
+    """Of two finished runs: files, shards, weights and cards, optimizer, `latest`, curves of training."""
     if files(run) != files(expected):
         yield f"files: {sorted(files(run) ^ files(expected))}"
         return
     for name in sorted(files(expected)):
-        if name.endswith(".safetensors") and (run / name).read_bytes() != (expected / name).read_bytes():
+        if (
+            name.endswith((".safetensors", "README.md"))
+            and (run / name).read_bytes() != (expected / name).read_bytes()
+        ):
             yield name
     pairs = zip(optimizer_tensors(run), optimizer_tensors(expected), strict=True)
     if not all(torch.equal(*pair) for pair in pairs):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from data import shard_check, shard_maker
+from data.check_taps import FINAL
 from data.groups import Rendered
 from data.shard_check import choose
 from data.shard_maker import ShardMaker
@@ -263,3 +264,27 @@ def test_an_answers_accepted_drafts_are_its_steps_without_their_own_tokens():
     answer = Answer([0] * 9, "stop", None, [1, 3, 1, 4])
     assert shard_maker.count_accepted(answer) == 5
     assert shard_maker.count_accepted(replace(answer, chunks=[1])) == 0
+
+
+def test_final_states_are_captured_as_one_more_tap_and_written_apart(engine, asked, tmp_path, monkeypatch):
+    """The deepest layer stands for what the head reads."""
+    monkeypatch.setattr(f"{__name__}.TAPS", [*TAPS, FINAL])
+    made = begin(tmp_path, "data.final_states=true").make(0, PROMPTS)
+    assert list(made.least_cosines) == TAPS
+    found = Shard(tmp_path / made.entry.file, with_final=True).read_sequence(4)
+    states = states_of(found.token_ids.tolist())
+    assert torch.equal(found.hidden, states[:, :-HIDDEN])
+    assert torch.equal(found.final, states[:, -HIDDEN:])
+
+
+def test_a_wrong_final_state_is_refused_by_its_name(engine, asked, tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.TAPS", [*TAPS, FINAL])
+
+    def spoil(states: list[torch.Tensor]) -> list[torch.Tensor]:
+        for each in states:
+            each[2, -HIDDEN:] *= -1
+        return states
+
+    engine.fault = spoil
+    with pytest.raises(MachineError, match=r"at the tap after the final norm, sequence \w+, position 2"):
+        begin(tmp_path, "data.final_states=true").make(0, PROMPTS)

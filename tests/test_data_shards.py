@@ -1,5 +1,6 @@
 """data/shards.py: what was written is what is read, and a damaged shard is named."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,11 @@ def sequence(seed: int) -> Sequence:
         torch.arange(length) >= length // 2,
         torch.randn(length - 1, WIDTH, generator=generator).bfloat16(),
     )
+
+
+def with_final(each: Sequence) -> Sequence:
+    generator = torch.Generator().manual_seed(int(each.token_ids.sum()))
+    return replace(each, final=torch.randn(len(each.token_ids) - 1, 3, generator=generator).bfloat16())
 
 
 def write(folder: Path, *sizes: int) -> ShardWriter:
@@ -166,3 +172,19 @@ def test_states_of_another_precision_are_not_mixed_in(tmp_path):
     with pytest.raises(AssertionError, match="hidden"):
         write_shard_file(tmp_path, 0, [sequence(0), odd], ["a", "b"])
     assert not list(tmp_path.glob("shard*"))
+
+
+def test_final_states_are_read_by_those_who_ask_for_them(tmp_path):
+    sequences = [with_final(sequence(seed)) for seed in range(3)]
+    writer = ShardWriter(tmp_path, EMPTY.model_copy(update={"final_states": True}))
+    writer.add(write_shard_file(tmp_path, 0, sequences, ["a", "b", "c"]))
+    for found, expected in zip(open_shards(tmp_path, with_final=True), sequences, strict=True):
+        check_equal(found, expected)
+        assert torch.equal(found.final, expected.final)
+    assert open_shards(tmp_path)[1].final is None
+
+
+def test_shards_without_final_states_are_said_to_have_none(tmp_path):
+    write(tmp_path, 2)
+    with pytest.raises(UserError, match=r"write data\.final_states=true, and make the shards again"):
+        open_shards(tmp_path, with_final=True)

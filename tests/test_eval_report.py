@@ -305,7 +305,7 @@ def test_a_report_goes_on_with_the_curves_of_the_pulses():
         engine_seconds=0.0,
         num_engines=0,
     )
-    tags = {tag for tag, _ in pulse.curve_points(begun, simulated=3.0, num_drafts=2)}
+    tags = {tag for tag, _ in pulse.drafter_points(begun, simulated=3.0, num_drafts=2)}
     assert tags == curve_points(tree_report(), simulated=3.0).keys() - {"time/measure_s"}
 
 

@@ -47,6 +47,7 @@ POINTS = [  # before the change of a path: which, for the n-th time
     ("`latest` follows, the former state is still there", "state/step-8/draftsmith_state.json", 1),
     ("half of an old checkpoint is removed", "checkpoints/.checkpoint-6.tmp/README.md", 2),
     ("the report is whole but has no name", "report.json", 1),
+    ("the report is there, the card does not know it", "checkpoints/checkpoint-9/README.md", 1),
 ]
 
 

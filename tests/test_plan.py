@@ -7,7 +7,9 @@ import re
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,15 +44,17 @@ from recipes.needs import count_misfits, durations, plan_phases
 from recipes.plan import PUBLISHED_WIDTHS, find_target
 from recipes.remedies import propose
 from recipes.schema import Drafter
+from recipes.schema import Objective as ObjectiveSection
 from recipes.schema import Target as TargetSection
 from recipes.train_footprint import Activations, WorstBatch, saved_bytes, worst_batch, zero_bytes
 from serve import engine
 from serve.tree_gdn_commit_kernels import allocate_kept
 from tests.small_training import DRAFTER, HIDDEN, TAPS_SIZE, make_sequence, write_target
-from train import objective, saving, tiles
+from train import attention, head, saving, tiles
 from train.batches import worst_case_batch
 from train.drafter import DFlashDrafter
-from train.objective import slot_weights, weighted_cross_entropy
+from train.head import find_rows
+from train.objective import Objective
 from train.ranks import _ALONE
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
@@ -284,7 +288,7 @@ def test_numbers_with_another_home_are_those():
     assert serve_needs.CPU_CACHE_GIB == engine._CPU_CACHE_GIB
     for name in ("TILE_ROWS", "STACK_KEYS", "KEY_STEP"):
         assert getattr(train_footprint, name) == getattr(tiles, name)
-    assert train_footprint.CHUNK_LOGITS == objective.CHUNK_LOGITS
+    assert train_footprint.CHUNK_LOGITS == head.CHUNK_LOGITS
 
 
 def test_what_is_saved_is_what_the_trainer_makes_room_for():
@@ -303,7 +307,7 @@ def test_the_worst_batch_has_the_rows_and_tiles_of_the_real_one(path, sequences,
     assert counted.block_rows == len(real.input_ids_Q)
     assert counted.context_rows == len(real.taps_SE)
     assert counted.supervised_rows == int(real.supervised_AK.sum())
-    for kind, tiling in real.tilings.items():
+    for kind, tiling in real.cut_tiles().items():
         shapes = [
             (stack.tiles, stack.rows, stack.keys) for stack in counted.stacks(kind, drafter.sliding_window)
         ]
@@ -338,11 +342,17 @@ class LiveBytes(TorchDispatchMode):
 
 
 def measure_activations(
-    drafter: Drafter, hidden_size: int, vocab_size: int, batch, *, recompute: bool
+    drafter: Drafter,
+    hidden_size: int,
+    vocab_size: int,
+    batch,
+    views,
+    *,
+    objective: Objective,
+    recompute: bool,
 ) -> int:
     """The peak of the real code's forward and backward pass in bf16, on tensors without storage."""
-    drafts = batch.supervised_AK.flatten().nonzero().flatten()
-    labels, weights = batch.labels_AK.flatten()[drafts], slot_weights(batch.supervised_AK, 7.0).flatten()
+    rows = find_rows(batch.labels_AK, batch.supervised_AK)
     with FakeTensorMode(allow_non_fake_inputs=True):
         torch.set_default_dtype(torch.bfloat16)
         model = DFlashDrafter(drafter, hidden_size)
@@ -355,13 +365,44 @@ def measure_activations(
         with LiveBytes([head_VD, taps_SE, *model.parameters()]) as live, sdpa_kernel(SDPBackend.MATH):
             embedded_QD = F.embedding(batch.input_ids_Q, head_VD)
             positions = batch.context_positions_S, batch.block_positions_Q
-            hidden_QD = model(taps_SE, positions[0], embedded_QD, positions[1], batch.tilings)
-            loss = weighted_cross_entropy(hidden_QD[drafts], head_VD, labels, weights[drafts]).loss_sum
-            del embedded_QD, hidden_QD
+            if objective.settings.needs_final_states:
+                rows = replace(rows, final_QD=torch.empty_like(embedded_QD))
+            hidden_QD = model(taps_SE, positions[0], embedded_QD, positions[1], views)
+            loss = objective.loss(hidden_QD[rows.places_R], head_VD, rows).loss_sum
+            del embedded_QD, hidden_QD, rows
             loss.backward()
     return live.peak + taps_SE.numel() * BF16
 
 
+def make_outputs(query_QHd, *_inputs):
+    return torch.empty_like(query_QHd), torch.empty(query_QHd.shape[:2])
+
+
+def make_gradients(_gradient, query_QHd, context, blocks, outcome, *_settings):
+    torch.empty_like(outcome[1])  # delta
+    pairs = [tuple(torch.empty_like(part) for part in pair) for pair in (context, blocks)]
+    return torch.empty_like(query_QHd), *pairs
+
+
+def make_columns(logits_RV, *_inputs):
+    """What the head's kernels make: a number a row, nothing as wide as the vocabulary."""
+    column_R = torch.empty(len(logits_RV))
+    return SimpleNamespace(
+        **dict.fromkeys(("lse_R", "label_logits_R", "kl_R", "variation_R", "pull_R"), column_R),
+        tokens_R=torch.empty(len(logits_RV), dtype=torch.int64),
+    )
+
+
+HEAD_ON_GPU = SimpleNamespace(
+    read_rows=make_columns,
+    compare_rows=make_columns,
+    slope_to_labels_=make_columns,
+    slope_to_teacher_=make_columns,
+)
+
+
+@pytest.mark.parametrize("kind", ["cross_entropy", "lk"])
+@pytest.mark.parametrize("on_gpu", [True, False], ids=["gpu", "cpu"])
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize(
     ("path", "vocab_size", "overrides"),
@@ -375,16 +416,26 @@ def measure_activations(
     ],
 )
 def test_the_estimate_of_activations_bounds_the_real_peak_closely(
-    path, vocab_size, overrides, recompute, monkeypatch
+    path, vocab_size, overrides, recompute, on_gpu, kind, monkeypatch
 ):
-    monkeypatch.setattr(tiles, "_attention_dtype", lambda query: query.dtype)  # as on a GPU
+    monkeypatch.setattr(tiles, "_attention_dtype", lambda query: query.dtype)
+    monkeypatch.setattr(attention, "attend_forward", make_outputs)  # kernels make nothing else
+    monkeypatch.setattr(attention, "attend_backward", make_gradients)
+    if on_gpu:
+        monkeypatch.setattr(head, "CHUNK_LOGITS", {"cpu": head.CHUNK_LOGITS["cuda"]})
+        monkeypatch.setattr("train.objective.arithmetic_on", lambda device: HEAD_ON_GPU)
     monkeypatch.setattr(torch.nn.init, "normal_", lambda weight, std: weight)
     job = plan_of(path, *overrides)
     drafter, train, hidden_size = job.recipe.drafter, job.recipe.train, job.target.hidden_size
     batch = worst_batch(train, drafter.block_size, job.longest)
-    estimate = Activations(drafter, hidden_size, vocab_size, batch, BF16, recompute).peak_bytes()
+    objective = Objective(ObjectiveSection(kind=kind))
+    settings = BF16, recompute, on_gpu, objective.settings.needs_final_states
+    estimate = Activations(drafter, hidden_size, vocab_size, batch, *settings).peak_bytes()
     real = worst_case_batch(train.micro_batch_sequences, job.longest, train.num_anchors, drafter, hidden_size)
-    measured = measure_activations(drafter, hidden_size, vocab_size, real, recompute=recompute)
+    views = real.layouts if on_gpu else real.views
+    measured = measure_activations(
+        drafter, hidden_size, vocab_size, real, views, objective=objective, recompute=recompute
+    )
     assert 0.97 * measured < estimate < 1.25 * measured
 
 
@@ -510,7 +561,11 @@ LACKING = {
     "regenerate: host memory": ["hardware.host_gib=60"],
     "serve: memory of each GPU": ["serve.tensor_parallel_size=1"],
     "serve: cache of an engine": ["serve.kv_cache_gib=1"],
-    "train: memory of each GPU": ["train.zero_stage=1", "train.offload_optimizer=false"],
+    "train: memory of each GPU": [
+        "train.zero_stage=1",
+        "train.offload_optimizer=false",
+        "hardware.gpu_gib=32",
+    ],
     "train: host memory": ["hardware.host_gib=40", "data.check_sequences=0"],
 }
 
@@ -546,7 +601,7 @@ def test_a_proposed_bound_is_the_last_that_fits():
 
 
 def test_settings_are_proposed_together_where_none_does_alone():
-    overrides = ["hardware.gpu_gib=24", "train.zero_stage=1", "train.offload_optimizer=false"]
+    overrides = ["hardware.gpu_gib=16", "train.zero_stage=1", "train.offload_optimizer=false"]
     job = plan_of(FLAGSHIP, *overrides)
     (first, *_) = propose(job, phase_of(job, "train: memory of each GPU"))
     switches = "train.zero_stage=3 train.offload_optimizer=true rounds.handover=stop"
@@ -598,3 +653,10 @@ def test_a_wrong_override_is_refused_as_elsewhere():
     done = run_plan(str(TINY), "hardware.gpu=1")
     assert done.returncode == 2
     assert "the nearest valid path is hardware.gpus" in " ".join(done.stderr.split())
+
+
+def test_final_states_are_one_more_tap_of_what_is_captured():
+    assert [plan_of(FLAGSHIP, *more).tap_bytes for more in ([], ["data.final_states=true"])] == [
+        51_200,
+        61_440,
+    ]

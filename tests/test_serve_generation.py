@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from generation_probe import SERVE, TAPS, WAYS, target_in
+from generation_probe import CAPTURED, SERVE, WAYS, target_in
 from search_path import environment
 
 from data.hooked_target import HookedTarget
@@ -60,13 +60,13 @@ def told_of_faults(all_told) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def targets() -> dict[str, HookedTarget]:
-    return {dtype: HookedTarget(target_in(dtype), TAPS) for dtype in DTYPES}
+    return {dtype: HookedTarget(target_in(dtype), CAPTURED) for dtype in DTYPES}
 
 
 def least_cosine(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Over all taps and positions."""
     assert found.shape == expected.shape
-    by_tap = (states.double().unflatten(-1, (len(TAPS), -1)) for states in (found, expected))
+    by_tap = (states.double().unflatten(-1, (len(CAPTURED), -1)) for states in (found, expected))
     return float(torch.cosine_similarity(*by_tap, dim=-1).min())
 
 
@@ -121,7 +121,7 @@ def test_a_state_of_another_row_would_show(told, targets):
 def test_a_shard_without_a_fault_is_made(told_of_faults):
     whole = told_of_faults["whole"]
     assert (whole.entry.sequences, whole.entry.incomplete) == (5, 0)
-    assert list(whole.least_cosines) == TAPS
+    assert list(whole.least_cosines) == CAPTURED
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def train_side(
         batch.context_positions_S,
         embedding_VD[batch.input_ids_Q],
         batch.block_positions_Q + shift,
-        batch.tilings,
+        batch.views,
     )
     return slots_KD[1:]
 

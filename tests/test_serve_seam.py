@@ -67,7 +67,7 @@ def test_the_installed_plugin_is_ours_and_wraps_once():
 
 
 def test_what_trees_ask_for_is_read():
-    assert read_options({"draftsmith": {"tree": {"num_slots": 7}}}) == SeamOptions(None, 7)
+    assert read_options({"draftsmith": {"tree": {"num_slots": 7}}}) == SeamOptions(num_slots=7)
 
 
 def test_an_unknown_option_is_refused():

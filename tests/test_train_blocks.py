@@ -1,5 +1,7 @@
 """Slots, positions, labels and visibility, each against the published rule spelt out."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from small_training import DRAFTER, make_sequence, untiled
@@ -8,6 +10,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 from train.batches import pack, worst_case_batch
 from train.blocks import (
+    anchor_candidates,
     block_places,
     context_places,
     draw_anchors,
@@ -50,6 +53,43 @@ def test_a_slot_outside_the_loss_mask_is_not_supervised_though_a_later_one_is():
     loss_mask = torch.tensor([0, 1, 0, 1, 1, 0], dtype=torch.bool)
     blocks = make_blocks(tokens, loss_mask, torch.tensor([0]), block_size=6, mask_token_id=9)
     assert blocks.supervised_AK.int().tolist() == [[0, 1, 0, 1, 1, 0]]
+
+
+GAPPED = torch.tensor([0, 0, 1, 1, 0, 0, 0, 1, 1, 1], dtype=torch.bool)
+
+
+def test_a_block_across_a_gap_has_exactly_the_supervised_slots():
+    """Anchored before, at the edge of and inside the gap, and so late that blocks end past the document."""
+    tokens = torch.arange(20, 30, dtype=torch.int32)
+    anchors = torch.tensor([1, 2, 6, 8])
+    blocks = make_blocks(tokens, GAPPED, anchors, block_size=7, mask_token_id=9)
+    assert blocks.supervised_AK.int().tolist() == [
+        [0, 1, 1, 0, 0, 0, 1],  # positions 1 to 7: the slots beyond the gap count again
+        [0, 1, 0, 0, 0, 1, 1],
+        [0, 1, 1, 1, 0, 0, 0],  # the document ends after position 9
+        [0, 1, 0, 0, 0, 0, 0],
+    ]
+    assert blocks.labels_AK.tolist() == [
+        [0, 22, 23, 0, 0, 0, 27],
+        [0, 23, 0, 0, 0, 27, 28],
+        [0, 27, 28, 29, 0, 0, 0],
+        [0, 29, 0, 0, 0, 0, 0],
+    ]
+
+
+def test_no_anchor_stands_before_a_gaps_token():
+    assert anchor_candidates(GAPPED).tolist() == [1, 2, 6, 7, 8]
+
+
+def test_no_label_comes_from_beyond_a_packed_documents_end():
+    sequences = [make_sequence(0, 20), make_sequence(1, 15)]
+    anchors = [anchor_candidates(sequence.loss_mask) for sequence in sequences]
+    batch = pack(sequences, anchors, DRAFTER)
+    positions = batch.block_positions_Q.view_as(batch.labels_AK)
+    lengths = torch.tensor([20] * len(anchors[0]) + [15] * len(anchors[1]))[:, None]
+    assert not batch.supervised_AK[positions >= lengths].any()
+    assert not batch.labels_AK[positions >= lengths].any()
+    assert batch.supervised_AK[:, 1].all()
 
 
 def rows_of(mask: torch.Tensor) -> list[str]:
@@ -134,6 +174,23 @@ def test_a_packed_batch_holds_each_document_up_to_before_its_last_anchor():
     assert torch.equal(batch.taps_SE, torch.cat([sequences[0].hidden[:11], sequences[1].hidden[:6]]))
     assert batch.block_positions_Q.view(3, 4)[:, 0].tolist() == [8, 11, 6]
     assert batch.num_tokens == 35
+
+
+def test_final_states_are_packed_by_slot_where_the_sequences_have_them():
+    sequences = [
+        replace(each, final=torch.arange(len(each.token_ids) - 1.0)[:, None] + 100 * number)
+        for number, each in enumerate([make_sequence(0, 20), make_sequence(1, 15)])
+    ]
+    batch = pack(sequences, [torch.tensor([8, 11]), torch.tensor([6])], DRAFTER)
+    before = batch.block_positions_Q - 1  # the state that predicts a slot's token
+    of_second = torch.arange(12) >= 8
+    assert torch.equal(batch.final_QD[:, 0], before + 100.0 * of_second)
+    assert (
+        pack(sequences[:1], [torch.tensor([8])], DRAFTER).to("cpu", torch.bfloat16).final_QD.dtype
+        == torch.bfloat16
+    )
+    bare = [replace(each, final=None) for each in sequences]
+    assert pack(bare, [torch.tensor([8]), torch.tensor([6])], DRAFTER).final_QD is None
 
 
 def test_no_batch_is_larger_than_the_worst_case():

@@ -138,12 +138,23 @@ def test_a_run_goes_on_under_a_recipe_that_learns_the_same(override):
             r"drafter\.sliding_window was 64, the recipe says 9",
         ),
         (state_of(tiny_recipe("train.optimizer.learning_rate=1")), r"train\.optimizer was .*learning_rate"),
+        (state_of(tiny_recipe("train.optimizer.schedule=wsd")), r"train\.optimizer was .*cosine.*wsd"),
+        (state_of(tiny_recipe("train.least_anchors=3")), r"train\.least_anchors was 1, the recipe says 3"),
+        (state_of(tiny_recipe("train.init_from=a/b")), r"train\.init_from was None, the recipe says a/b"),
+        (state_of(tiny_recipe("train.init_from=a", "train.lora={rank: 2}")), r"train\.lora was None"),
         (state_of(target=IDENTITY.model_copy(update={"fingerprint": "1" * 64})), "its target is t "),
     ],
 )
 def test_a_run_that_would_learn_something_else_is_refused_by_name(expected, message):
     with pytest.raises(UserError, match=f"(?s)state/step-1 belongs to another run.*{message}"):
         check_same_run(state_of(), expected, Path("state/step-1"))
+
+
+def test_a_state_whose_recipe_cannot_be_read_is_told():
+    state = state_of()
+    state.recipe["train"]["forgotten"] = 1
+    with pytest.raises(UserError, match=r"not one of this version.*\n.*train\.forgotten: unknown key"):
+        check_same_run(state, state_of(), Path("state/step-1"))
 
 
 def make_pair(folders: RunFolders, step: int, *, state: bool = True, published: bool = True) -> None:

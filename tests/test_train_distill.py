@@ -4,14 +4,18 @@ import json
 import sys
 
 import pytest
-from drafters import tiny_recipe
+from drafters import tiny_config, tiny_recipe
 from small_training import small_recipe, write_shards, write_target
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_eval_report import report
+from test_train_checkpoint import drafter_weights, manifest_at
 
 from data.rounds import round_path, write_round
+from eval.report import write_report
 from recipes.errors import MachineError, UserError
 from recipes.manifest import RoundManifest, ShardManifest, read_manifest, write_json
 from train import distill
+from train.checkpoint import publish
 from train.loop import Distilled, check_shards, check_split
 from train.rounds import Round
 
@@ -59,9 +63,11 @@ def test_the_launchers_own_argument_is_passed_over(monkeypatch):
     assert (str(arguments.recipe), arguments.overrides) == ("r.yaml", ["train.steps=3", "name=x"])
 
 
-def test_measuring_is_told_where_everything_is(scripts, tmp_path):
+def test_measuring_is_told_where_everything_is(scripts, tmp_path, monkeypatch):
     scripts("eval/measure.py", "import json, sys; json.dump(sys.argv[1:], open('argv.json', 'w'))")
     recipe = tiny_recipe(f"output_dir={tmp_path}")
+    monkeypatch.setattr(distill, "add_measurement", lambda *paths: carded.append(paths))
+    carded: list[tuple] = []
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(tmp_path)
         distill.measure(recipe, Distilled(tmp_path / "checkpoints" / "checkpoint-7", 7, 2.5))
@@ -76,6 +82,23 @@ def test_measuring_is_told_where_everything_is(scripts, tmp_path):
         "--step": "7",
         "--simulated": "2.5",
     }
+    assert carded == [(tmp_path / "checkpoints" / "checkpoint-7", tmp_path / "report.json")]
+
+
+def test_a_measured_checkpoint_has_the_numbers_on_its_card(scripts, tmp_path):
+    ckpt = publish(tmp_path / "checkpoints", drafter_weights(), tiny_config(), manifest_at(7))
+    assert "Not measured yet." in (ckpt / "README.md").read_text()
+    write_report(tmp_path / "measured.json", report(provenance={"argv": ["eval/measure.py", "--seed", "0"]}))
+    scripts(
+        "eval/measure.py",
+        "import shutil, sys; shutil.copy('measured.json', sys.argv[sys.argv.index('--out') + 1])",
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(tmp_path)
+        distill.measure(tiny_recipe(f"output_dir={tmp_path}"), Distilled(ckpt, 7, 2.5))
+    card = (ckpt / "README.md").read_text()
+    assert "| chain | 0 | 2.50 |" in card
+    assert "python eval/measure.py --seed 0" in card
 
 
 def test_only_complete_shards_of_the_same_wishes_need_no_data_phase(tmp_path):

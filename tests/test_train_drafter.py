@@ -43,11 +43,11 @@ def draft(drafter: DFlashDrafter, taps_SE, block_KD, first_position: int = 0, ga
     context = shifted(context_places(0, len(taps_SE)), first_position)
     anchor = torch.tensor([len(taps_SE)])
     blocks = shifted(block_places(0, 0, anchor, len(block_KD)), first_position + gap)
-    tilings = {
+    views = {
         kind: untiled(visibility(kind, drafter.shape.sliding_window, context, blocks)) for kind in (S, F)
     }
     with torch.no_grad():
-        return drafter(taps_SE, context.position, block_KD, blocks.position, tilings)
+        return drafter(taps_SE, context.position, block_KD, blocks.position, views)
 
 
 def draft_by_authors(twin: DFlashDraftModel, taps_SE, block_KD, first_position: int = 0) -> torch.Tensor:
@@ -145,7 +145,7 @@ def hidden_of_blocks(drafter: DFlashDrafter, sequences, anchors=ANCHORS) -> torc
             batch.context_positions_S,
             EMBEDDING[batch.input_ids_Q],
             batch.block_positions_Q,
-            batch.tilings,
+            batch.views,
         )
     return hidden_QD.unflatten(0, (-1, BLOCK))
 
@@ -190,7 +190,7 @@ def test_the_inputs_of_other_blocks_change_nothing():
     batch = pack(two_sequences(), ANCHORS, drafter.shape)
     inputs_QD = EMBEDDING[batch.input_ids_Q].requires_grad_()
     taps_SE = batch.taps_SE.float().requires_grad_()
-    hidden_QD = drafter(taps_SE, batch.context_positions_S, inputs_QD, batch.block_positions_Q, batch.tilings)
+    hidden_QD = drafter(taps_SE, batch.context_positions_S, inputs_QD, batch.block_positions_Q, batch.views)
     for block in range(6):
         rows = slice(block * BLOCK, (block + 1) * BLOCK)
         by_inputs, by_taps = torch.autograd.grad(
@@ -226,7 +226,21 @@ def test_recomputing_the_layers_changes_no_gradient():
         drafter.recompute_layers = recompute
         batch = pack(two_sequences(), ANCHORS, drafter.shape)
         inputs = (batch.taps_SE.float(), batch.context_positions_S, EMBEDDING[batch.input_ids_Q])
-        drafter(*inputs, batch.block_positions_Q, batch.tilings).square().sum().backward()
+        drafter(*inputs, batch.block_positions_Q, batch.views).square().sum().backward()
         gradients.append([parameter.grad for parameter in drafter.parameters()])
     for plain, recomputed in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, recomputed)
+
+
+def test_the_kernels_of_a_gpu_give_the_gradients_of_a_cpus_tiles():
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where kernels are interpreted
+    batch = pack(two_sequences(), ANCHORS, DRAFTER).to(device, torch.float32)
+    tilings = {kind: tiling.to(device) for kind, tiling in batch.cut_tiles().items()}
+    embedded_QD, gradients = EMBEDDING.to(device)[batch.input_ids_Q], []
+    for views in (batch.layouts, tilings):
+        drafter = make_drafter().to(device)
+        inputs = (batch.taps_SE, batch.context_positions_S, embedded_QD, batch.block_positions_Q)
+        drafter(*inputs, views).square().sum().backward()
+        gradients.append([parameter.grad for parameter in drafter.parameters()])
+    for by_kernels, by_tiles in zip(*gradients, strict=True):
+        torch.testing.assert_close(by_kernels, by_tiles, atol=5e-4, rtol=1e-4)

@@ -119,6 +119,7 @@ def test_every_curve_is_there(straight):
     assert set(events.Tags()["scalars"]) == {
         *("loss/train", "accept_sim/chain", *depths, "train/learning_rate", "train/grad_norm"),
         *("time/step_s", "time/train_s", "data/wait_s"),
+        *("data/anchor_coverage", "data/anchor_coverage_least"),
     }
     (whole,) = events.Scalars("time/train_s")
     assert whole.step == STEPS

@@ -14,7 +14,6 @@ from serve.checkpoint import published_config
 from train.batches import worst_case_batch
 from train.drafter import DFlashDrafter
 from train.feed import Feed
-from train.ranks import joined_ranks
 from train.resume import Progress, RunFolders
 from train.saving import Saver
 from train.step import Learner
@@ -25,14 +24,8 @@ SEQUENCES = [make_sequence(index) for index in range(8)]
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    with pytest.MonkeyPatch.context() as environment:
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            environment.setenv(name, "")  # so that it is put back afterwards
-            environment.delenv(name)
-        environment.setenv("OMP_NUM_THREADS", "1")
-        with joined_ranks() as ranks:
-            yield ranks
+def ranks(only_rank):
+    return only_rank
 
 
 def train_settings(**changes) -> Train:
@@ -142,7 +135,7 @@ def test_the_loss_of_a_step_is_the_weighted_mean_over_its_supervised_slots(ranks
                 batch.context_positions_S,
                 learner.parts.embedding_VD[batch.input_ids_Q],
                 batch.block_positions_Q,
-                batch.tilings,
+                batch.views,
             )
         log_probs = (hidden_QD @ learner.parts.head_VD.T).log_softmax(-1).view(*batch.labels_AK.shape, -1)
         for block, slot in batch.supervised_AK.nonzero().tolist():
@@ -198,7 +191,7 @@ def test_a_full_disk_is_told_before_anything_is_written(ranks, tmp_path, monkeyp
     learner, _ = start(ranks, train_settings())
     recipe = small_recipe(tmp_path, tmp_path)
     config = published_config(DRAFTER, {"hidden_size": HIDDEN, "vocab_size": VOCAB, "num_hidden_layers": 4})
-    saver = Saver(recipe, RunFolders(tmp_path), config, None, ranks)
+    saver = Saver(recipe, RunFolders(tmp_path), config, None, ranks, None)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(
         MachineError, match=r"a checkpoint and its state take .* GiB, the disk has .* GiB left"

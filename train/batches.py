@@ -1,18 +1,24 @@
 """Packs sequences and their blocks into one batch without padding: documents lie end to end.
 
-Tensors only: which sequences and anchors a batch holds is `train.feed`'s business.
+Tensors only: which sequences and anchors a batch holds is `train.feed`'s business.  Packing takes time and
+memory by rows and blocks, never by their product: masks are for a CPU alone, which makes them at its step.
 """
 
 # L=tokens of a sequence  S=context rows  E=taps x hidden  A=blocks  K=slots of a block  Q=block rows (A x K)
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from data.shards import Sequence
 from recipes.schema import Drafter, LayerType
+from train.attention import View
 from train.blocks import Blocks, Places, block_places, context_places, join_places, make_blocks
+from train.layout import Layout, lay_out
+from train.objective import final_states
 from train.tiles import Document, Tiling, cut_tiles
 
 
@@ -25,22 +31,47 @@ class Batch:
     input_ids_Q: torch.Tensor
     labels_AK: torch.Tensor
     supervised_AK: torch.Tensor
+    context: Places
+    """Of the context rows, on the host as `blocks`."""
+    blocks: Places
+    """Of the block rows."""
     documents: list[Document]
-    tilings: dict[LayerType, Tiling]
+    layouts: dict[LayerType, Layout]
     num_tokens: int
     """Tokens of the packed sequences, all of them."""
+    final_QD: torch.Tensor | None = None
+    """`train.objective.final_states` of each document; None where the sequences have none."""
+
+    @cached_property
+    def views(self) -> Mapping[LayerType, View]:
+        """What `train.attention` takes on the batch's device."""
+        return self.layouts if self.taps_SE.is_cuda else self.cut_tiles()
+
+    def cut_tiles(self) -> dict[LayerType, Tiling]:
+        """Masks of all that a CPU looks at, made anew."""
+        return {
+            kind: cut_tiles(kind, layout.window, self.context, self.blocks, self.documents, layout.block_size)
+            for kind, layout in self.layouts.items()
+        }
+
+    def pin(self) -> "Batch":
+        """Its states in pinned memory, from which a copy to a GPU does not wait."""
+        final_QD = None if self.final_QD is None else self.final_QD.pin_memory()
+        return replace(self, taps_SE=self.taps_SE.pin_memory(), final_QD=final_QD)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
         """On `device`, the taps in `dtype`."""
+        final_QD = None if self.final_QD is None else self.final_QD.to(device, dtype, non_blocking=True)
         return replace(
             self,
             taps_SE=self.taps_SE.to(device, dtype, non_blocking=True),
+            final_QD=final_QD,
             context_positions_S=self.context_positions_S.to(device),
             block_positions_Q=self.block_positions_Q.to(device),
             input_ids_Q=self.input_ids_Q.to(device),
             labels_AK=self.labels_AK.to(device),
             supervised_AK=self.supervised_AK.to(device),
-            tilings={kind: tiling.to(device) for kind, tiling in self.tilings.items()},
+            layouts={kind: layout.to(device) for kind, layout in self.layouts.items()},
         )
 
 
@@ -53,7 +84,7 @@ def pack(sequences: Many[Sequence], anchors: Many[torch.Tensor], drafter: Drafte
         for sequence, anchors_A in zip(sequences, anchors, strict=True)
     ]
     context_rows = [int(anchors_A[-1]) for anchors_A in anchors]
-    context, places, documents = _lay_out(context_rows, blocks, drafter.block_size)
+    context, places, documents = _place(context_rows, blocks, drafter.block_size)
     return Batch(
         taps_SE=torch.cat([s.hidden[:rows] for s, rows in zip(sequences, context_rows, strict=True)]),
         context_positions_S=context.position,
@@ -61,16 +92,30 @@ def pack(sequences: Many[Sequence], anchors: Many[torch.Tensor], drafter: Drafte
         input_ids_Q=torch.cat([b.input_ids_AK for b in blocks]).flatten(),
         labels_AK=torch.cat([b.labels_AK for b in blocks]),
         supervised_AK=torch.cat([b.supervised_AK for b in blocks]),
+        context=context,
+        blocks=places,
         documents=documents,
-        tilings={
-            kind: cut_tiles(kind, drafter.sliding_window, context, places, documents, drafter.block_size)
+        layouts={
+            kind: lay_out(kind, drafter.sliding_window, places, documents, drafter.block_size)
             for kind in set(drafter.layer_types)
         },
         num_tokens=sum(len(sequence.token_ids) for sequence in sequences),
+        final_QD=_pack_final(sequences, anchors, drafter.block_size),
     )
 
 
-def _lay_out(
+def _pack_final(
+    sequences: Many[Sequence], anchors: Many[torch.Tensor], block_size: int
+) -> torch.Tensor | None:
+    parts = [
+        final_states(sequence.final, anchors_A, block_size)
+        for sequence, anchors_A in zip(sequences, anchors, strict=True)
+        if sequence.final is not None
+    ]
+    return torch.cat(parts) if parts else None
+
+
+def _place(
     context_rows: Many[int], blocks: Many[Blocks], block_size: int
 ) -> tuple[Places, Places, list[Document]]:
     contexts, places, documents = [], [], []
@@ -89,14 +134,21 @@ def _lay_out(
 
 
 def worst_case_batch(
-    num_sequences: int, num_tokens: int, num_anchors: int, drafter: Drafter, hidden_size: int
+    num_sequences: int,
+    num_tokens: int,
+    num_anchors: int,
+    drafter: Drafter,
+    hidden_size: int,
+    *,
+    with_final: bool = False,
 ) -> Batch:
     """The largest batch of a recipe: `num_sequences` of `num_tokens`, all supervised, the anchors as late as
-    can be; the tap states are zero."""
+    can be; the states are zero."""
     sequence = Sequence(
         token_ids=torch.zeros(num_tokens, dtype=torch.int32),
         loss_mask=torch.ones(num_tokens, dtype=torch.bool),
         hidden=torch.zeros(num_tokens - 1, len(drafter.target_layer_ids) * hidden_size),
+        final=torch.zeros(num_tokens - 1, hidden_size) if with_final else None,
     )
     anchors_A = torch.arange(max(0, num_tokens - 1 - num_anchors), num_tokens - 1)
     return pack([sequence] * num_sequences, [anchors_A] * num_sequences, drafter)

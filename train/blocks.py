@@ -49,9 +49,14 @@ class Blocks:
     """bool; slot 0 never, a slot past the end never, any other as its token's loss mask says."""
 
 
+def anchor_candidates(loss_mask_L: torch.Tensor) -> torch.Tensor:
+    """Positions a whose token a + 1 is supervised, ascending. int64"""
+    return loss_mask_L[1:].nonzero().flatten()
+
+
 def draw_anchors(loss_mask_L: torch.Tensor, num_anchors: int, generator: torch.Generator) -> torch.Tensor:
-    """Up to `num_anchors` positions a whose token a + 1 is supervised, ascending, each once. [A] int64"""
-    candidates = loss_mask_L[1:].nonzero().flatten()
+    """Up to `num_anchors` of the candidates, ascending, each once. [A] int64"""
+    candidates = anchor_candidates(loss_mask_L)
     chosen = torch.randperm(len(candidates), generator=generator)[:num_anchors]
     return candidates[chosen].sort().values
 

@@ -19,23 +19,12 @@ from serve.checkpoint import read_drafter_config
 from serve.drafter_config import CONFIG_NAME, expected_tensors, parse_config
 from serve.plan import MANIFEST_NAME
 from serve.tensor_file import sync_path
+from train.card import CARD_NAME, model_card
 from train.drafter import DFlashDrafter
 
 PREFIX = "checkpoint-"
 LATEST = "latest"
 WEIGHTS_NAME = "model.safetensors"
-
-_CARD = """\
-# A DFlash drafter for {target}
-
-Distilled by draftsmith with the recipe `{recipe}`: {step} optimizer steps on {sequences} sequences
-({tokens} tokens) of the target's own text.  It drafts {drafts} tokens at a time from the target's layers
-{layers}; the embedding and the head are the target's, so it works with that target alone.
-
-Serve it: `python serve/run.py --ckpt THIS_FOLDER`, or in stock vLLM with
-`--speculative-config '{{"method": "dflash", "model": "THIS_FOLDER", "num_speculative_tokens": {drafts}}}'`.
-`{manifest}` says which target, recipe and versions made it.
-"""
 
 
 def publish(
@@ -49,7 +38,7 @@ def publish(
     write_json(temporary / CONFIG_NAME, config)
     save_file(dict(weights), temporary / WEIGHTS_NAME, metadata={"format": "pt"})
     write_json(temporary / MANIFEST_NAME, manifest)
-    write_text(temporary / "README.md", _model_card(config, manifest))
+    write_text(temporary / CARD_NAME, model_card(config, manifest))
     settle(temporary, final)
     point_latest_at(final)
     return final
@@ -72,19 +61,6 @@ def point_latest_at(checkpoint: Path) -> None:
     link.symlink_to(checkpoint.name)
     link.replace(checkpoint.with_name(LATEST))
     sync_path(checkpoint.parent)
-
-
-def _model_card(config: Mapping[str, Any], manifest: CheckpointManifest) -> str:
-    return _CARD.format(
-        target=manifest.target.model,
-        recipe=manifest.recipe["name"],
-        step=manifest.step,
-        sequences=manifest.sequences_seen,
-        tokens=manifest.tokens_seen,
-        drafts=config["block_size"] - 1,
-        layers=", ".join(str(layer) for layer in config["dflash_config"]["target_layer_ids"]),
-        manifest=MANIFEST_NAME,
-    )
 
 
 def published_steps(folder: Path) -> list[int]:
@@ -117,16 +93,17 @@ def load_published(ckpt: Path) -> DFlashDrafter:
     if wrong:
         name = wrong[0]
         raise UserError(f"{ckpt}: expected {name} {expected.get(name)}, found {found.get(name)}")
-    drafter = DFlashDrafter(_shape_of(config, ckpt), config["hidden_size"])
+    drafter = DFlashDrafter(shape_of(config, str(ckpt)), config["hidden_size"])
     drafter.load_state_dict(weights)
     return drafter
 
 
-def _shape_of(config: Mapping[str, Any], ckpt: Path) -> Drafter:
-    parsed = parse_config(config, str(ckpt))
+def shape_of(config: Mapping[str, Any], source: str) -> Drafter:
+    """As a recipe would say it.  Raises UserError for a config.json that is none or cannot be trained."""
+    parsed = parse_config(config, source)
     if parsed.is_causal is not None:
         raise UserError(
-            f"{ckpt}: is_causal is {parsed.is_causal}, which cannot be trained: its layers' kinds say it"
+            f"{source}: is_causal is {parsed.is_causal}, which cannot be trained: its layers' kinds say it"
         )
     defaults = {
         name: field.default for name, field in Drafter.model_fields.items() if not field.is_required()

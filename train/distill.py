@@ -23,12 +23,14 @@ from recipes.manifest import ShardManifest, read_manifest
 from recipes.plan import check_plan
 from recipes.schema import Recipe
 from serve.engine import child_environment
+from train.card import add_measurement
 from train.loop import Distillation, Distilled, check_split, drafter_config
 from train.pulse import check_gap, draw_round, is_drawn, show_round
 from train.ranks import Ranks, joined_ranks
 from train.recipe_page import end_session, show_recipe
 from train.resume import RunFolders, remove_leftovers
 from train.rounds import DataPhase, Round, check_devices, plan_rounds
+from train.warm_start import check_init
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _CHILD = Path(__file__).with_name("child.py")
@@ -90,6 +92,7 @@ def check(arguments: argparse.Namespace, ranks: Ranks) -> None:
     check_against_target(recipe)
     drafter_config(recipe)
     check_split(recipe, ranks.world_size)
+    check_init(recipe)
     check_devices(recipe.rounds, ranks.gpus_here)
     check_plan(arguments.recipe, recipe)
 
@@ -141,6 +144,7 @@ def has_shards(recipe: Recipe) -> bool:
 
 
 def measure(recipe: Recipe, distilled: Distilled) -> None:
+    """Leaves report.json, and its numbers on the checkpoint's card."""
     out = recipe.output_dir
     options = {
         "--ckpt": distilled.checkpoint,
@@ -152,6 +156,7 @@ def measure(recipe: Recipe, distilled: Distilled) -> None:
         "--simulated": distilled.simulated_acceptance,
     }
     run_child("eval/measure.py", [str(word) for option in options.items() for word in option], recipe)
+    add_measurement(distilled.checkpoint, out / "report.json")
 
 
 def run_child(script: str, arguments: Sequence[str], recipe: Recipe) -> None:

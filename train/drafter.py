@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from recipes.schema import Drafter, LayerType
-from train.tiles import Tiling, attend
+from train.attention import View, attend
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, each [R, d]."""
@@ -58,12 +58,12 @@ class Attention(nn.Module):
         context_SD: torch.Tensor,
         block_rotation: Rotation,
         context_rotation: Rotation,
-        tiling: Tiling,
+        view: View,
     ) -> torch.Tensor:
         query_QHd = rotate(self.q_norm(self._heads(self.q_proj(x_QD))), block_rotation)
         of_context = self._keys_and_values(context_SD, context_rotation)
         of_blocks = self._keys_and_values(x_QD, block_rotation)
-        return self.o_proj(attend(query_QHd, of_context, of_blocks, tiling).flatten(1))
+        return self.o_proj(attend(query_QHd, of_context, of_blocks, view).flatten(1))
 
     def _keys_and_values(self, x_RD: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
         key_RGd = self.k_norm(self._heads(self.k_proj(x_RD)))
@@ -98,10 +98,10 @@ class Layer(nn.Module):
         context_SD: torch.Tensor,
         block_rotation: Rotation,
         context_rotation: Rotation,
-        tiling: Tiling,
+        view: View,
     ) -> torch.Tensor:
         normed_QD = self.input_layernorm(x_QD)
-        x_QD = x_QD + self.self_attn(normed_QD, context_SD, block_rotation, context_rotation, tiling)
+        x_QD = x_QD + self.self_attn(normed_QD, context_SD, block_rotation, context_rotation, view)
         return x_QD + self.mlp(self.post_attention_layernorm(x_QD))
 
 
@@ -132,7 +132,7 @@ class DFlashDrafter(nn.Module):
         context_positions_S: torch.Tensor,
         embeddings_QD: torch.Tensor,
         block_positions_Q: torch.Tensor,
-        tilings: Mapping[LayerType, Tiling],
+        views: Mapping[LayerType, View],
     ) -> torch.Tensor:
         """The block rows after the final norm, ready for the target's head. [Q, D]"""
         context_SD = self.hidden_norm(self.fc(taps_SE))
@@ -141,7 +141,7 @@ class DFlashDrafter(nn.Module):
         block_rotation = rotation_at(block_positions_Q, head_dim, theta, dtype)
         x_QD = embeddings_QD
         for layer, kind in zip(self.layers, self.shape.layer_types, strict=True):
-            inputs = (x_QD, context_SD, block_rotation, context_rotation, tilings[kind])
+            inputs = (x_QD, context_SD, block_rotation, context_rotation, views[kind])
             x_QD = (
                 checkpoint(layer, *inputs, use_reentrant=False) if self.recompute_layers else layer(*inputs)
             )

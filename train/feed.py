@@ -5,6 +5,7 @@ nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Many
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +18,7 @@ from data.shards import Shards
 from recipes.errors import UserError
 from recipes.schema import Drafter, Train
 from train.batches import Batch, pack
-from train.blocks import draw_anchors
+from train.blocks import anchor_candidates, draw_anchors
 
 Item = TypeVar("Item")
 
@@ -48,9 +49,71 @@ def visit_generator(seed: int, visit: Visit) -> torch.Generator:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """Which sequences of the shards are trained on: those with `least_anchors` candidates or more."""
+
+    least_anchors: int
+    candidates_N: np.ndarray
+    """Of every sequence of the shards: tokens that an anchor may stand before."""
+
+    @property
+    def kept(self) -> np.ndarray:
+        """Their numbers, ascending."""
+        return (self.candidates_N >= self.least_anchors).nonzero()[0]
+
+    def __str__(self) -> str:
+        short_N = self.candidates_N[self.candidates_N < self.least_anchors]
+        return (
+            f"train.least_anchors {self.least_anchors} leaves out {len(short_N):,} of"
+            f" {len(self.candidates_N):,} sequences, with {short_N.sum():,} of"
+            f" {self.candidates_N.sum():,} supervised tokens"
+        )
+
+
+def choose_sequences(shards: Shards, least_anchors: int) -> Choice:
+    """Raises UserError when a sequence has no supervised token, or none has enough."""
+    candidates = [len(anchor_candidates(loss_mask_L)) for loss_mask_L in shards.read_loss_masks()]
+    for index, count in enumerate(candidates):
+        _require_supervised(index, count)
+    choice = Choice(least_anchors, np.array(candidates))
+    if not len(choice.kept):
+        raise UserError(
+            f"train.least_anchors is {least_anchors}, but no sequence of the shards has more than"
+            f" {max(candidates, default=0)} supervised tokens: lower it"
+        )
+    return choice
+
+
+def _require_supervised(index: int, num_candidates: int) -> None:
+    if not num_candidates:
+        raise UserError(f"sequence {index} of the shards has no supervised token: make the shards again")
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of each sequence is learnt from in a visit: the share of its candidates that are anchors."""
+
+    share_sum: float = 0.0
+    sequences: int = 0
+    least: float = 1.0
+
+    @property
+    def mean(self) -> float:
+        return self.share_sum / self.sequences
+
+    def then(self, later: "Coverage") -> "Coverage":
+        return Coverage(
+            self.share_sum + later.share_sum,
+            self.sequences + later.sequences,
+            min(self.least, later.least),
+        )
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     visits: tuple[Visit, ...]
     batch: Batch
+    coverage: Coverage = Coverage()
 
     def sick_visits(self) -> list[Visit]:
         """Those whose tap states are not all finite."""
@@ -70,6 +133,10 @@ class Feed:
     world_size: int
     first_step: int = 0
     """Of the round."""
+    kept: Many[int] | np.ndarray | None = None
+    """Numbers of the sequences that are trained on, ascending; None: all."""
+    pins: bool = False
+    """Batches are for a GPU."""
 
     def read_step(self, step: int) -> list[MicroBatch]:
         """This rank's micro-batches of optimizer step `step` (0-based, of the whole training)."""
@@ -79,18 +146,24 @@ class Feed:
         return [self._read(range(start, start + size)) for start in range(first, first + share, size)]
 
     def _read(self, numbers: Iterable[int]) -> MicroBatch:
-        visits = tuple(visit_at(number, len(self.shards), self.train.seed) for number in numbers)
+        visits = tuple(self._visit(number) for number in numbers)
         sequences = [self.shards[visit.index] for visit in visits]
-        anchors = [
-            draw_anchors(sequence.loss_mask, self.train.num_anchors, visit_generator(self.train.seed, visit))
-            for sequence, visit in zip(sequences, visits, strict=True)
-        ]
-        bare = [visit.index for visit, anchors_A in zip(visits, anchors, strict=True) if not len(anchors_A)]
-        if bare:
-            raise UserError(
-                f"sequence {bare[0]} of the shards has no supervised token: make the shards again"
-            )
-        return MicroBatch(visits, pack(sequences, anchors, self.drafter))
+        anchors, coverage = [], Coverage()
+        for visit, sequence in zip(visits, sequences, strict=True):
+            num_candidates = len(anchor_candidates(sequence.loss_mask))
+            _require_supervised(visit.index, num_candidates)
+            generator = visit_generator(self.train.seed, visit)
+            anchors.append(draw_anchors(sequence.loss_mask, self.train.num_anchors, generator))
+            share = len(anchors[-1]) / num_candidates
+            coverage = coverage.then(Coverage(share, 1, share))
+        batch = pack(sequences, anchors, self.drafter)
+        return MicroBatch(visits, batch.pin() if self.pins else batch, coverage)
+
+    def _visit(self, number: int) -> Visit:
+        if self.kept is None:
+            return visit_at(number, len(self.shards), self.train.seed)
+        visit = visit_at(number, len(self.kept), self.train.seed)
+        return Visit(visit.epoch, int(self.kept[visit.index]))
 
 
 def read_ahead(read: Callable[[int], Item], steps: Iterable[int]) -> Iterator[Item]:

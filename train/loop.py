@@ -6,7 +6,6 @@ are put together, timed and shown.  Called by `train/distill.py`, on every rank.
 
 import gc
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from data.rounds import of_round, read_round
-from data.shards import open_shards
+from data.shards import Shards, open_shards
 from recipes.errors import MachineError, UserError
 from recipes.load import resolve_model
 from recipes.manifest import CheckpointManifest, ShardManifest, identify_target, read_manifest
@@ -24,15 +23,19 @@ from serve.checkpoint import load_target_config, published_config
 from serve.plan import MANIFEST_NAME
 from train.batches import worst_case_batch
 from train.drafter import DFlashDrafter
-from train.feed import Feed, MicroBatch, read_ahead
+from train.feed import Choice, Feed, choose_sequences, read_ahead
+from train.lora import adapt
+from train.objective import lacks_final_states
 from train.ranks import Ranks
-from train.reporting import Reading, Reporter, reporting
+from train.reporting import Reporter, reporting
 from train.resume import Progress, RunFolders, find_last_pair
 from train.rounds import Round, plan_rounds
 from train.saving import Saver
 from train.schedule import learning_rate_at
-from train.step import Learner, Totals
+from train.step import Learner
 from train.target_parts import load_target_parts
+from train.warm_start import Init, read_init
+from train.window import Window
 from train.zero import TORCH_DTYPES, start_engine
 
 _ROUND_SEEDS = 1_000_003  # apart: rounds draw other orders and anchors
@@ -67,10 +70,15 @@ class Distillation:
         learner = self._begin(data.hidden_size)
         first_step = self._steps_taken
         if first_step < which.steps.stop:
-            feed = self._feed(which, data)
             steps, train = range(first_step, which.steps.stop), self._recipe.train
+            needs_final = train.objective.needs_final_states
+            shards = open_shards(self._folders.shards, data, with_final=needs_final)
+            choice = choose_sequences(shards, train.least_anchors) if train.least_anchors > 1 else None
+            feed = self._feed(which, shards, choice)
             saver = self._saver(which, data)
             with _reporter(self._folders.output_dir, first_step, train.steps, self._ranks) as reporter:
+                if reporter is not None and choice is not None:
+                    reporter.say(str(choice))
                 start = time.perf_counter()
                 self._progress = _take_steps(steps, train, learner, feed, saver, self._progress, reporter)
                 if reporter is not None:  # of the steps that this run took; saving is counted
@@ -103,9 +111,13 @@ class Distillation:
     def _begin(self, hidden_size: int) -> Learner:
         """The learner, as an earlier run left it; once."""
         if self._learner is None:
-            self._learner = start_learner(self._recipe, self._ranks)
-            stopped_in = self._find_round(find_last_pair(self._folders) or 0)
-            self._progress = self._saver(stopped_in, self._read_data(stopped_in)).go_on(self._learner.engine)
+            last = find_last_pair(self._folders)
+            init = read_init(self._recipe) if last is None else None
+            self._learner = start_learner(self._recipe, self._ranks, init)
+            stopped_in = self._find_round(last or 0)
+            saver = self._saver(stopped_in, self._read_data(stopped_in))
+            beginning = Progress(init_from=None if init is None else init.origin)
+            self._progress = saver.go_on(self._learner.engine, beginning)
             if self._steps_taken < self._recipe.train.steps:
                 rehearse_largest_batch(self._recipe, self._learner, hidden_size)
         return self._learner
@@ -119,12 +131,21 @@ class Distillation:
         self._ranks.on_main(lambda: check_shards(self._recipe, manifest, which.number))
         return of_round(manifest, which.number, self._recipe.data.policy)
 
-    def _feed(self, which: Round, data: ShardManifest) -> Feed:
+    def _feed(self, which: Round, shards: Shards, choice: Choice | None) -> Feed:
         recipe, ranks = self._recipe, self._ranks
-        shards = open_shards(self._folders.shards, data)
         seed = recipe.train.seed + _ROUND_SEEDS * which.number
         train = recipe.train.model_copy(update={"seed": seed})
-        return Feed(shards, train, recipe.drafter, ranks.rank, ranks.world_size, which.steps.start)
+        kept = None if choice is None else choice.kept
+        return Feed(
+            shards,
+            train,
+            recipe.drafter,
+            ranks.rank,
+            ranks.world_size,
+            first_step=which.steps.start,
+            kept=kept,
+            pins=ranks.is_on_gpu,
+        )
 
     def _saver(self, which: Round, data: ShardManifest) -> Saver:
         recipe = self._recipe
@@ -152,13 +173,13 @@ def _take_steps(
     for step, micro_batches in zip(steps, window.timed(read_ahead(feed.read_step, steps)), strict=True):
         learning_rate = learning_rate_at(step, train.steps, train.optimizer)
         totals = learner.learn(micro_batches, learning_rate)
-        window.add(totals)
+        window.add(totals, micro_batches)
         progress = progress.after(train.sequences_per_step, totals.num_tokens)
         taken = step + 1
         is_saved = taken % train.save_every_steps == 0 or taken == steps.stop
         # no window straddles a save, so that none differs after resuming
         if taken % train.log_every_steps == 0 or is_saved:
-            reading = window.read(taken, learning_rate)
+            reading = window.read(taken, learning_rate, learner.ranks)
             progress = replace(progress, simulated_acceptance=reading.acceptance)
             if reporter is not None:
                 reporter.show(reading)
@@ -168,60 +189,16 @@ def _take_steps(
     return progress
 
 
-class Window:
-    """The steps since the last reading, and the time they took; saving is not counted."""
-
-    def __init__(self) -> None:
-        self._clear()
-
-    def _clear(self) -> None:
-        self.totals: Totals | None = None
-        self.steps = 0
-        self.seconds = self.wait_seconds = 0.0
-        self.restart_clock()
-
-    def restart_clock(self) -> None:
-        self.since = time.perf_counter()
-
-    def timed(self, steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
-        """The same items; the time each takes to come is counted as waiting."""
-        asked = time.perf_counter()
-        for micro_batches in steps:
-            self.wait_seconds += time.perf_counter() - asked
-            yield micro_batches
-            asked = time.perf_counter()
-
-    def add(self, totals: Totals) -> None:
-        now = time.perf_counter()
-        self.seconds, self.since = self.seconds + now - self.since, now
-        self.steps += 1
-        self.totals = totals if self.totals is None else self.totals.then(totals)
-
-    def read(self, step: int, learning_rate: float) -> Reading:
-        """What the window holds, which is then empty."""
-        totals = self.totals
-        assert totals is not None, f"no step was taken before the reading at step {step}"
-        reading = Reading(
-            step=step,
-            loss=totals.loss,
-            acceptance=totals.acceptance,
-            share_by_depth=totals.share_by_depth,
-            learning_rate=learning_rate,
-            gradient_norm=totals.gradient_norm,
-            step_seconds=self.seconds / self.steps,
-            wait_seconds=self.wait_seconds / self.steps,
-            tokens_per_second=totals.num_tokens / self.seconds,
-        )
-        self._clear()
-        return reading
-
-
-def start_learner(recipe: Recipe, ranks: Ranks) -> Learner:
-    """A freshly initialised drafter in its engine, between the target's frozen embedding and head."""
+def start_learner(recipe: Recipe, ranks: Ranks, init: Init | None = None) -> Learner:
+    """The drafter in its engine, between the target's frozen embedding and head; without `init` at random."""
     parts = load_target_parts(recipe.target).to(ranks.device, TORCH_DTYPES[recipe.train.precision])
     torch.manual_seed(recipe.train.seed)
     drafter = DFlashDrafter(recipe.drafter, hidden_size=parts.embedding_VD.shape[1])
     drafter.recompute_layers = recipe.train.activation_checkpointing
+    if init is not None:
+        init.load_into(drafter)
+    if recipe.train.lora is not None:
+        adapt(drafter, recipe.train.lora)
     return Learner(start_engine(drafter, recipe.train, ranks), parts, recipe.train, ranks)
 
 
@@ -230,7 +207,8 @@ def rehearse_largest_batch(recipe: Recipe, learner: Learner, hidden_size: int) -
     train, longest = recipe.train, recipe.data.max_prompt_tokens + recipe.data.sampling.max_tokens
     size = train.micro_batch_sequences
     try:
-        learner.rehearse(worst_case_batch(size, longest, train.num_anchors, recipe.drafter, hidden_size))
+        sizes = (size, longest, train.num_anchors, recipe.drafter, hidden_size)
+        learner.rehearse(worst_case_batch(*sizes, with_final=train.objective.needs_final_states))
     except torch.OutOfMemoryError as error:
         raise MachineError(
             f"{size} sequences of {longest} tokens with {train.num_anchors} anchors do not fit the memory:"
@@ -271,6 +249,8 @@ def check_shards(recipe: Recipe, data: ShardManifest, number: int = 0) -> None:
             f"{where} was captured at layers {data.target_layer_ids}, drafter.target_layer_ids is "
             f"{recipe.drafter.target_layer_ids}: set it back, or give the recipe another output_dir"
         )
+    if recipe.train.objective.needs_final_states and not data.final_states:
+        raise lacks_final_states(recipe.train.objective)
 
 
 def _reporter(

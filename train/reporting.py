@@ -25,6 +25,9 @@ class Reading:
     """Share of blocks that accept at least 1, 2, ... drafts."""
     learning_rate: float
     gradient_norm: float | None
+    anchor_coverage: float
+    """Share of a sequence's candidates that are anchors, the mean over sequences; and the least."""
+    least_anchor_coverage: float
     step_seconds: float
     wait_seconds: float
     """Of each step: how long it waited for its data."""
@@ -38,6 +41,8 @@ class Reading:
         yield "train/learning_rate", self.learning_rate
         if self.gradient_norm is not None:
             yield "train/grad_norm", self.gradient_norm
+        yield "data/anchor_coverage", self.anchor_coverage
+        yield "data/anchor_coverage_least", self.least_anchor_coverage
         yield "time/step_s", self.step_seconds
         yield "data/wait_s", self.wait_seconds
 

@@ -11,9 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from data.shards import SPOOL_NAME
 from recipes.errors import UserError
-from recipes.manifest import Count, Manifest, ShardManifest
+from recipes.manifest import Count, Manifest, Origin, ShardManifest
+from recipes.problems import describe_problem
+from recipes.schema import Recipe
 from train.checkpoint import PREFIX, published_steps
 
 STATE_PREFIX = "step-"
@@ -22,17 +26,21 @@ FREE_TRAIN_FIELDS = frozenset(
     {"steps", "save_every_steps", "keep_checkpoints", "log_every_steps", "micro_batch_sequences"}
     | {"activation_checkpointing"}
 )
-"""What of `train` may change when a run goes on. Only `steps` changes what is learnt: the rates to come."""
+"""What of `train` may change when a run goes on. Only `steps` changes what is learnt: the rates to come.
+
+Not `init_from`, though it has had its effect: whoever names another checkpoint expects to begin with it.
+"""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a training is: the one counter, and what came of it."""
+    """How far a training is: what it began with, the one counter, and what came of it."""
 
     sequences_seen: int = 0
     tokens_seen: int = 0
     simulated_acceptance: float = 1.0
     """Of the chain, as last read."""
+    init_from: Origin | None = None
 
     def step(self, sequences_per_step: int) -> int:
         """Optimizer steps taken."""
@@ -55,10 +63,11 @@ class StateManifest(Manifest):
     world_size: Count
     shards: str
     """`shards_digest` of the data."""
+    init_from: Origin | None = None
 
     @property
     def progress(self) -> Progress:
-        return Progress(self.sequences_seen, self.tokens_seen, self.simulated_acceptance)
+        return Progress(self.sequences_seen, self.tokens_seen, self.simulated_acceptance, self.init_from)
 
 
 @dataclass(frozen=True)
@@ -130,14 +139,24 @@ def keep_only_state(folders: RunFolders, step: int | None) -> None:
 
 def check_same_run(state: StateManifest, expected: StateManifest, folder: Path) -> None:
     """Raises UserError unless a run that would write `expected` may go on from `state`."""
-    differences = list(_differences(state, expected))
+    differences = list(_differences(state, expected, _read_recipe(state, folder)))
     if differences:
         first = f"{folder} belongs to another run, it cannot be continued as asked:"
         last = "set it back to go on, or give the new run another output_dir"
         raise UserError("\n  ".join([first, *differences, last]))
 
 
-def _differences(state: StateManifest, expected: StateManifest) -> Iterator[str]:
+def _read_recipe(state: StateManifest, folder: Path) -> dict[str, Any]:
+    """The state's, with the defaults of fields that the version which wrote it did not have."""
+    try:
+        return Recipe.model_validate(state.recipe).model_dump(mode="json")
+    except ValidationError as invalid:
+        lines = [describe_problem(details) for details in invalid.errors()]
+        first = f"{folder}: its recipe is not one of this version, go on with the one that wrote it"
+        raise UserError("\n  ".join([first, *lines])) from invalid
+
+
+def _differences(state: StateManifest, expected: StateManifest, recipe: Mapping[str, Any]) -> Iterator[str]:
     if state.world_size != expected.world_size:
         yield (
             f"it was written by {state.world_size} ranks, this run has {expected.world_size}: "
@@ -147,12 +166,12 @@ def _differences(state: StateManifest, expected: StateManifest) -> Iterator[str]
         yield f"its target is {state.target.model} ({state.target.dtype}) with other files or precision"
     if state.shards != expected.shards:
         yield "its shards were others"
-    for path, was, now in _changed(state.recipe, expected.recipe):
+    for path, was, now in _changed(recipe, expected.recipe):
         yield f"{path} was {was}, the recipe says {now}"
 
 
 def _changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     for section, free in (("drafter", frozenset()), ("train", FREE_TRAIN_FIELDS)):
         for field in sorted(now[section].keys() - free):
-            if was[section].get(field) != now[section][field]:
-                yield f"{section}.{field}", was[section].get(field), now[section][field]
+            if was[section][field] != now[section][field]:
+                yield f"{section}.{field}", was[section][field], now[section][field]

@@ -43,10 +43,13 @@ class Saver:
     drafting_step: int | None
     """Of a checkpoint that engines may be drafting with, which is not removed; None: of none."""
 
-    def go_on(self, engine: deepspeed.DeepSpeedEngine) -> Progress:
-        """Loads the newest pair into `engine`, if there is one. Raises UserError when it is another run's."""
+    def go_on(self, engine: deepspeed.DeepSpeedEngine, beginning: Progress) -> Progress:
+        """Loads the newest pair into `engine`; where there is none, this is the beginning.
+
+        Raises UserError when it is another run's.
+        """
         step = find_last_pair(self.folders)
-        progress = Progress() if step is None else self._load(engine, self.folders.state(step))
+        progress = beginning if step is None else self._load(engine, self.folders.state(step))
         self.ranks.on_main(lambda: self._finish_killed_save(step))
         return progress
 
@@ -113,6 +116,7 @@ class Saver:
             sequences_seen=progress.sequences_seen,
             tokens_seen=progress.tokens_seen,
             simulated_acceptance=progress.simulated_acceptance,
+            init_from=progress.init_from,
             world_size=self.ranks.world_size,
             shards=shards_digest(self.data),
         )

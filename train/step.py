@@ -1,7 +1,7 @@
 """One optimizer step: forward, loss and backward of each micro-batch, then the engine's step.
 
-Losses are divided by the weight of the whole step, over all micro-batches and ranks, so that the way a step
-is split changes nothing.  No clocks, files or curves here.
+Losses are divided by the normaliser of the whole step, over all micro-batches and ranks, so that the way a
+step is split changes nothing.  No clocks, files or curves here.
 """
 
 # A=blocks  K=slots of a block  Q=block rows (A x K)  D=hidden
@@ -20,12 +20,13 @@ from recipes.errors import MachineError, UserError
 from recipes.schema import Train
 from train.batches import Batch
 from train.feed import MicroBatch
+from train.head import find_rows
 from train.objective import (
+    Objective,
     accepted_per_block,
     blocks_by_depth,
+    lacks_final_states,
     simulated_acceptance,
-    slot_weights,
-    weighted_cross_entropy,
 )
 from train.ranks import Ranks
 from train.target_parts import TargetParts
@@ -37,8 +38,9 @@ class Totals:
     """Sums over the batches of one step or several, over all ranks."""
 
     loss_sum: float
-    """Weight x cross-entropy (nats)."""
+    """Weight x loss of the objective."""
     weight_sum: float
+    """The objective's normaliser: the sum of the weights, or the number of blocks."""
     num_tokens: int
     blocks_by_depth_K: torch.Tensor
     """Blocks that accept at least 0, 1, ... drafts."""
@@ -84,6 +86,10 @@ class Learner:
     train: Train
     ranks: Ranks
 
+    @property
+    def objective(self) -> Objective:
+        return Objective(self.train.objective)
+
     def rehearse(self, batch: Batch) -> None:
         """Forward and backward of `batch` with its loss counted for nothing: all the memory, no gradient."""
         self.engine.backward(self._score(batch).loss_sum * 0.0)
@@ -108,22 +114,28 @@ class Learner:
 
     def _score(self, batch: Batch) -> Scored:
         batch = batch.to(self.ranks.device, TORCH_DTYPES[self.train.precision])
+        labels_AK, supervised_AK = batch.labels_AK, batch.supervised_AK
+        # before the drafter is under way, since it waits for the device
+        rows = find_rows(labels_AK, supervised_AK, self._final_states_of(batch))
         hidden_QD = self.engine(
             batch.taps_SE,
             batch.context_positions_S,
             F.embedding(batch.input_ids_Q, self.parts.embedding_VD),
             batch.block_positions_Q,
-            batch.tilings,
+            batch.views,
         )
-        labels_AK, supervised_AK = batch.labels_AK, batch.supervised_AK
-        weights_AK = slot_weights(supervised_AK, self.train.objective.decay)
-        drafts = supervised_AK.flatten().nonzero().flatten()  # the other rows need no logits
-        drafted = weighted_cross_entropy(
-            hidden_QD[drafts], self.parts.head_VD, labels_AK.flatten()[drafts], weights_AK.flatten()[drafts]
-        )
-        tokens_Q = labels_AK.new_zeros(labels_AK.numel()).index_copy_(0, drafts, drafted.tokens_R)
+        drafted = self.objective.loss(hidden_QD[rows.places_R], self.parts.head_VD, rows)
+        tokens_Q = labels_AK.new_zeros(labels_AK.numel()).index_copy_(0, rows.places_R, drafted.tokens_R)
         accepted_A = accepted_per_block(tokens_Q.view_as(labels_AK), labels_AK, supervised_AK)
         return Scored(drafted.loss_sum, blocks_by_depth(accepted_A, labels_AK.shape[1]))
+
+    def _final_states_of(self, batch: Batch) -> torch.Tensor | None:
+        """None where the objective has no use for them.  UserError where there are none."""
+        if not self.train.objective.needs_final_states:
+            return None
+        if batch.final_QD is None:
+            raise lacks_final_states(self.train.objective)
+        return batch.final_QD
 
     def _backward(self, batch: Batch, share: float) -> Scored:
         scored = self._score(batch)
@@ -132,8 +144,7 @@ class Learner:
         return Scored(scored.loss_sum.detach(), scored.blocks_by_depth_K)
 
     def _weight_of(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        decay = self.train.objective.decay
-        weights = [slot_weights(micro.batch.supervised_AK, decay).double().sum() for micro in micro_batches]
+        weights = [self.objective.normaliser(micro.batch.supervised_AK) for micro in micro_batches]
         return torch.stack(weights).sum()
 
     def _add_up(self, micro_batches: Sequence[MicroBatch], scored: Sequence[Scored]) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from recipes.schema import Train
+from train.lora import published_weights
 from train.ranks import Ranks
 
 # Without this DeepSpeed compiles a C++ op at its first start on a CPU (20 s and more), for an all-reduce
@@ -45,15 +46,17 @@ def engine_config(train: Train, device_type: str) -> dict[str, Any]:
 
 def _adam(train: Train, device_type: str) -> dict[str, Any]:
     """torch's AdamW, which needs no compiler, except where optimizer states on the host feed a GPU: there
-    DeepSpeed's own vectorised one earns its compilation."""
-    optimizer = train.optimizer
-    return {
+    DeepSpeed's own vectorised one earns its compilation.  On a GPU fused, or it copies the masters."""
+    optimizer, on_gpu = train.optimizer, device_type == "cuda"
+    is_torchs = not (train.offload_optimizer and on_gpu)
+    adam = {
         "lr": optimizer.learning_rate,
         "betas": list(optimizer.betas),
         "eps": 1e-8,
         "weight_decay": optimizer.weight_decay,
-        "torch_adam": not (train.offload_optimizer and device_type == "cuda"),
+        "torch_adam": is_torchs,
     }
+    return adam | ({"fused": True} if is_torchs and on_gpu else {})
 
 
 def _zero(train: Train) -> dict[str, Any]:
@@ -65,7 +68,7 @@ def start_engine(drafter: nn.Module, train: Train, ranks: Ranks) -> deepspeed.De
     """Moves the drafter to its device and precision; fp32 masters are DeepSpeed's."""
     engine, *_ = deepspeed.initialize(
         model=drafter,
-        model_parameters=list(drafter.parameters()),
+        model_parameters=[each for each in drafter.parameters() if each.requires_grad],
         config=engine_config(train, ranks.device.type),
         dist_init_required=False,
     )
@@ -94,12 +97,12 @@ def load_state(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
 
 
 def gather_weights(engine: deepspeed.DeepSpeedEngine, ranks: Ranks) -> dict[str, torch.Tensor]:
-    """The drafter's weights in bf16 on the CPU, on the main rank; empty on the others. All ranks call it."""
+    """The weights to publish in bf16 on the CPU, on the main rank; empty on the others. All ranks call it."""
     weights = {}
-    for name, parameter in engine.module.named_parameters():
+    for weight in published_weights(engine.module):
         with deepspeed.zero.GatheredParameters(
-            [parameter], enabled=engine.zero_optimization_partition_weights()
+            weight.parameters, enabled=engine.zero_optimization_partition_weights()
         ):
             if ranks.is_main:
-                weights[name] = parameter.detach().to("cpu", torch.bfloat16, copy=True).contiguous()
+                weights[weight.name] = weight.read().to("cpu", torch.bfloat16, copy=True).contiguous()
     return weights

@@ -33,6 +33,8 @@ class SeamOptions:
 
     target_layer_ids: tuple[int, ...] | None = None
     """0-based layers whose output is captured, ascending; None captures nothing."""
+    final_states: bool = False
+    """What the target's head reads is captured too."""
     num_slots: int | None = None
     """Depth that the drafter works at under trees; None drafts the chain."""
     served: Served | None = None
@@ -47,10 +49,12 @@ def read_options(additional_config: object) -> SeamOptions | None:
     unknown = sorted(set(section) - {"capture", "tree", "swap"})
     if unknown:
         raise SeamError(f"additional_config[{SECTION!r}]: expected capture, tree and swap, found {unknown}")
+    capture = section.get("capture", {})
     return SeamOptions(
-        tuple(section["capture"]["target_layer_ids"]) if "capture" in section else None,
-        section["tree"]["num_slots"] if "tree" in section else None,
-        Served(**section["swap"]) if "swap" in section else None,
+        target_layer_ids=tuple(capture["target_layer_ids"]) if capture else None,
+        final_states=capture.get("final_states", False),
+        num_slots=section["tree"]["num_slots"] if "tree" in section else None,
+        served=Served(**section["swap"]) if "swap" in section else None,
     )
 
 
@@ -81,7 +85,7 @@ def register() -> None:
         if options.target_layer_ids is not None:
             from serve.seam.capturing import attach_capture
 
-            attach_capture(wrapper.worker, options.target_layer_ids)
+            attach_capture(wrapper.worker, options.target_layer_ids, final_states=options.final_states)
 
     WorkerWrapperBase.init_device = init_device
 

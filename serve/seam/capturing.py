@@ -21,14 +21,14 @@ else:
     _Runner = object
 
 
-def attach_capture(worker: Any, target_layer_ids: tuple[int, ...]) -> None:
+def attach_capture(worker: Any, target_layer_ids: tuple[int, ...], *, final_states: bool = False) -> None:
     """Makes the worker's runner a capturing one, and the worker answer what drives it."""
     check_signatures(CAPTURE_SIGNATURES)
     check_fields(CAPTURE_FIELDS)
     _check_config(worker.vllm_config, worker.model_runner, target_layer_ids)
     runner = worker.model_runner
     runner.__class__ = type(f"Capturing{type(runner).__name__}", (CapturingRunner, type(runner)), {})
-    runner.target_layer_ids = target_layer_ids
+    runner.target_layer_ids, runner.captures_final_states = target_layer_ids, final_states
     for name in ("start_capture", "flush_capture", "stop_capture", "capture_status"):
         setattr(worker, name, getattr(runner, name))
 
@@ -64,6 +64,7 @@ class CapturingRunner(_Runner):
     """
 
     target_layer_ids: tuple[int, ...]
+    captures_final_states: bool
     _sink: CaptureSink | None = None
     _landing: "Landing | None" = None
 
@@ -133,10 +134,14 @@ class CapturingRunner(_Runner):
         self._step = None
 
     def _copy_step(self, num_rejected: torch.Tensor) -> StepTaps:
-        batch, aux_hidden_states = self._step.input_batch, self._step.aux_hidden_states
+        batch, taps = self._step.input_batch, list(self._step.aux_hidden_states)
         runtime = getattr(self.speculator, "runtime", None)
         if runtime is not None:  # trees: the accepted path, in its order
-            runtime.tidy_states(batch, aux_hidden_states)
+            runtime.tidy_states(batch, taps)
+        if self.captures_final_states:
+            taps.append(self._step.hidden_states)
+            if runtime is not None:
+                runtime.tidy_rows_of(batch, self._step.hidden_states)
         count, starts = batch.num_tokens, batch.query_start_loc_np[: batch.num_reqs + 1].copy()
         positions_T = batch.positions[:count]
         lengths_R = batch.query_start_loc[: batch.num_reqs + 1].diff()
@@ -145,7 +150,7 @@ class CapturingRunner(_Runner):
             request_ids=list(batch.req_ids),
             starts=starts,
             prompt_lengths=self._prompt_lengths(batch.req_ids),
-            taps=self._land(aux_hidden_states, count),
+            taps=self._land(taps, count),
             positions=_to_host(positions_T),
             token_ids=_to_host(self.req_states.all_token_ids.gpu[slot_T, positions_T]),
             num_rejected=_to_host(num_rejected),

@@ -128,7 +128,11 @@ METRICS_FIELDS: Mapping[str, Parameters] = {
 }
 # Read, never called: a missing one would otherwise fail in the middle of a step.
 CAPTURE_FIELDS: Mapping[str, Parameters] = {
-    "vllm.v1.worker.gpu.model_runner:ExecuteModelState": ("input_batch", "aux_hidden_states"),
+    "vllm.v1.worker.gpu.model_runner:ExecuteModelState": (
+        "input_batch",
+        "hidden_states",
+        "aux_hidden_states",
+    ),
     "vllm.v1.worker.gpu.input_batch:InputBatch": (
         *("req_ids", "num_tokens", "query_start_loc_np", "idx_mapping", "positions"),
     ),

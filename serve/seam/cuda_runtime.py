@@ -243,12 +243,19 @@ class CudaTreeRuntime(TreeRuntime):
         if step is None or step.walk is None or step.are_states_tidy:
             return
         step.are_states_tidy = True
-        walk = step.walk
-        where = self._buffers.first_row_P[: len(walk.path_BL)], walk.path_BL, walk.num_accepted_B
         if step.is_replayed:
-            tidy_stacked_(self._stack_states(tap_states), *where)
+            tidy_stacked_(self._stack_states(tap_states), *self._where(step.walk))
         else:
-            tidy_states_(tap_states, *where)
+            tidy_states_(tap_states, *self._where(step.walk))
+
+    def tidy_rows_of(self, input_batch: Any, states: torch.Tensor) -> None:
+        step = self.step_of(input_batch)
+        if step is not None and step.walk is not None:
+            tidy_states_([states], *self._where(step.walk))
+
+    def _where(self, walk: WalkBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Each request's first row, its accepted path and how long that is."""
+        return self._buffers.first_row_P[: len(walk.path_BL)], walk.path_BL, walk.num_accepted_B
 
     def _stack_states(self, tap_states: Sequence[torch.Tensor]) -> StackedCaches:
         """Of what graphs write, which stays where it is: one table for each of their sizes."""

@@ -185,6 +185,12 @@ class TreeRuntime:
             tidy_rows(states, step.paths)
         step.are_states_tidy = True
 
+    def tidy_rows_of(self, input_batch: Any, states: torch.Tensor) -> None:
+        """The same for other states [T, H] of the step; each time."""
+        step = self.step_of(input_batch)
+        if step is not None and step.paths is not None:
+            tidy_rows(states, step.paths)
+
     def plant(self, slots_B: torch.Tensor, trees: TreeBatch, candidates_BLC: torch.Tensor) -> torch.Tensor:
         """Keeps what was drafted for the next step; the tokens that the engine is to see. [B, N]
 
