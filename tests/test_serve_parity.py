@@ -8,6 +8,7 @@ forward, so the test also holds what a tap is.  Each convention moved by one mus
 
 import os
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,10 @@ def serve_prompts(target: Path, ckpt: Path) -> list[Served]:
     return served
 
 
+def serve_into(file: Path, target: Path, ckpt: Path) -> None:
+    torch.save(serve_prompts(target, ckpt), file)
+
+
 def watch_drafts(worker, seen: list[torch.Tensor]) -> None:
     speculator = worker.model_runner.speculator
     sample_draft = speculator.sample_draft
@@ -128,7 +133,12 @@ def pair(tmp_path_factory) -> Pair:
     weights = {name: weight.float() for name, weight in random_weights(config, seed=3).items()}
     ckpt = write_checkpoint(folder / "drafter", config, weights)
     model = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    return Pair(model, load_published(ckpt).float().eval(), serve_prompts(target, ckpt))
+    served = folder / "served"
+    process = get_context("spawn").Process(target=serve_into, args=(served, target, ckpt))
+    process.start()  # apart: an engine's process group would be in the way of a trainer's
+    process.join()
+    assert process.exitcode == 0
+    return Pair(model, load_published(ckpt).float().eval(), torch.load(served, weights_only=False))
 
 
 @torch.no_grad()
