@@ -30,6 +30,7 @@ from serve.plan import Settings
 from serve.ports import find_free_port
 
 KEY = "sesame-sesame-sesame"
+TAPS = {"target_layer_ids": [1, 3, 5, 6], "final_states": False}
 HOLDER = {"Authorization": f"Bearer {KEY}"}
 REFERENCE = EMBEDDED_TARGET.parent / "drafter"
 
@@ -228,7 +229,7 @@ def test_an_administered_engine_can_swap_and_capture_and_on_a_gpu_sleep(monkeypa
     monkeypatch.setattr("serve.engine.is_cuda", lambda: has_gpu)
     run.main(ckpt=REFERENCE, port=find_free_port(), admin=admin, budget="15", host="127.0.0.1")
     asked = given["additional_config"][SECTION]
-    assert asked.get("capture") == ({"target_layer_ids": [1, 3, 5, 6]} if admin else None)
+    assert asked.get("capture") == (TAPS if admin else None)
     assert ("swap" in asked) is admin
     assert ("enable_sleep_mode" in given) is (admin and has_gpu)
 

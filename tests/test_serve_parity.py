@@ -7,13 +7,15 @@ forward, so the test also holds what a tap is.  Each convention moved by one mus
 # K=slots of a block  D=hidden  V=vocabulary
 
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
 from drafters import random_weights, write_checkpoint
+from search_path import environment
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from data.shards import Sequence
@@ -110,10 +112,6 @@ def serve_prompts(target: Path, ckpt: Path) -> list[Served]:
     return served
 
 
-def serve_into(file: Path, target: Path, ckpt: Path) -> None:
-    torch.save(serve_prompts(target, ckpt), file)
-
-
 def watch_drafts(worker, seen: list[torch.Tensor]) -> None:
     speculator = worker.model_runner.speculator
     sample_draft = speculator.sample_draft
@@ -134,11 +132,10 @@ def pair(tmp_path_factory) -> Pair:
     ckpt = write_checkpoint(folder / "drafter", config, weights)
     model = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     served = folder / "served"
-    process = get_context("spawn").Process(target=serve_into, args=(served, target, ckpt))
-    process.start()  # apart: an engine's process group would be in the way of a trainer's
-    process.join()
-    assert process.exitcode == 0
-    return Pair(model, load_published(ckpt).float().eval(), torch.load(served, weights_only=False))
+    # apart: an engine's process group would be in the way of a trainer's
+    subprocess.run([sys.executable, __file__, served, target, ckpt], env=environment(), check=True)
+    told = [Served(*each) for each in torch.load(served)]
+    return Pair(model, load_published(ckpt).float().eval(), told)
 
 
 @torch.no_grad()
@@ -189,3 +186,9 @@ def test_a_window_off_by_one_shows_once_the_context_reaches_it(pair, off):
     last_slot = DRAFTER.block_size - 1
     reached = {anchor: anchor + last_slot >= min(WINDOW, WINDOW + off) for anchor in shows}
     assert shows == reached
+
+
+if __name__ == "__main__":
+    out, *of_pair = map(Path, sys.argv[1:])
+    told = [(each.token_ids, each.hidden_KD) for each in serve_prompts(*of_pair)]
+    torch.save(told, out)

@@ -144,7 +144,7 @@ class Distillation:
             ranks.world_size,
             first_step=which.steps.start,
             kept=kept,
-            pins=ranks.is_on_gpu,
+            pins=ranks.device.type == "cuda",
         )
 
     def _saver(self, which: Round, data: ShardManifest) -> Saver:
