@@ -71,8 +71,8 @@ def chain_completions(chain) -> list[Completion]:
 
 def test_a_plain_engine_streams_a_token_a_step(plain, plain_completions):
     chunks = [size for completion in plain_completions for size in completion.chunks]
-    # where nobody listened in time, vLLM hands over two steps at once (6 of 130 on fought-over cores); that no
-    # step had more than one token, the counter below says exactly
+    # where nobody listened in time, vLLM hands over two steps at once (6 of 130 on busy cores); that no step
+    # had more than one token, the counter below says exactly
     assert sum(size - 1 for size in chunks) <= len(chunks) // 8
     assert read_counters(plain).drafts == 0
 
