@@ -21,7 +21,7 @@ from serve.plan import MANIFEST_NAME
 from serve.tensor_file import sync_path
 
 CARD_NAME = "README.md"
-_LIBRARY = "vllm"
+LIBRARY = "vllm"
 _TAGS = ["dflash", "speculative-decoding", "draft-model", "draftsmith"]
 _DEVIATIONS = 1.96
 """Standard errors on each side of a mean that hold 95 % of a normal distribution."""
@@ -139,7 +139,7 @@ def _header(manifest: CheckpointManifest) -> dict[str, Any]:
     """The Hub takes names on the Hub alone for a base model."""
     model = manifest.target.model
     base = {} if find_folder(model) else {"base_model": model}
-    return base | {"library_name": _LIBRARY, "tags": _TAGS}
+    return base | {"library_name": LIBRARY, "tags": _TAGS}
 
 
 def _facts(manifest: CheckpointManifest) -> dict[str, str]:
