@@ -1,14 +1,12 @@
 """Attention of tree rows: each way to compute it against its definition, and that against plain attention."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+from kernel_compile import run_apart
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
@@ -373,12 +371,6 @@ for capability in (86, 90):
 
 
 def test_the_kernels_compile_for_sm_86_and_sm_90(tmp_path):
-    """Triton brings its assembler along, so no GPU is needed, but a process that does not interpret."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    compiled = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
-    )
-    assert compiled.returncode == 0, compiled.stderr
-    shared = [int(line) for line in compiled.stdout.split()]
+    shared = [number for (number,) in run_apart(COMPILE, tmp_path)]
     assert len(shared) == 4
     assert max(shared) <= SHARED_BYTES

@@ -3,14 +3,12 @@
 # B=requests  L=slots  C=candidates of a slot  N=nodes, padded  R=rows: the committed token, then the nodes
 # S=request slots  P=requests that the buffers hold  T=rows of the step or of its logits
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+from kernel_compile import run_apart
 
 from serve import tree_batch
 from serve.tree import ROOT, Tree, grow_tree
@@ -561,12 +559,6 @@ for capability in (86, 90):
 
 
 def test_the_kernels_compile_for_sm_86_and_sm_90(tmp_path):
-    """Triton brings its assembler along, so no GPU is needed, but a process that does not interpret."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    compiled = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
-    )
-    assert compiled.returncode == 0, compiled.stderr
-    shared = [int(line) for line in compiled.stdout.split()]
+    shared = [number for (number,) in run_apart(COMPILE, tmp_path)]
     assert len(shared) == 16
     assert max(shared) <= SHARED_BYTES

@@ -2,13 +2,11 @@
 
 # T=rows of logits  V=vocabulary  C=candidates of a row
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
 import torch
+from kernel_compile import run_apart
 
 from serve import tree_candidates, tree_candidates_kernels
 from serve.tree_candidates import Candidates
@@ -204,8 +202,8 @@ def test_a_graph_replays_the_ranking_of_other_logits(num_rows, count, dtype):
 
 
 COMPILE = """
-import subprocess, tempfile
 import triton
+from kernel_compile import stack_bytes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from serve import tree_candidates_kernels as kernels
@@ -221,14 +219,6 @@ def build(kernel, capability, floats, **sizes):
     source = ASTSource(fn=kernel, signature=signature, constexprs=sizes, attrs=attributes)
     target = GPUTarget("cuda", capability, 32)
     return triton.compile(source, target=target, options={"num_warps": 4})
-
-def stack_bytes(cubin):
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(usage.split("STACK:")[1].split()[0])
 
 def report(kernel, capability, floats, **sizes):
     built = build(kernel, capability, floats, **sizes)
@@ -247,15 +237,7 @@ for capability in (86, 90):
 
 
 def test_the_kernels_compile_for_sm_86_and_sm_90_without_spills_and_read_16_bytes_at_a_time(tmp_path):
-    """Triton brings its assembler along, so no GPU is needed, but a process that does not interpret."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    compiled = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
-    )
-    assert compiled.returncode == 0, compiled.stderr
-    shared, stacks, wide_loads = zip(
-        *(map(int, line.split()) for line in compiled.stdout.splitlines()), strict=True
-    )
+    shared, stacks, wide_loads = zip(*run_apart(COMPILE, tmp_path), strict=True)
     assert len(shared) == 12
     assert max(shared) <= SHARED_BYTES
     assert max(stacks) == 0  # registers that spill go there

@@ -5,15 +5,13 @@ Without a GPU the kernels run in Triton's interpreter.  With one, also at the fl
 
 # Q=block rows  S=context rows  N=S+Q  H=heads  G=key-value heads  d=head dim  K=slots  C=context's boundaries
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import pytest
 import torch
+from kernel_compile import run_apart
 
 from recipes.schema import LayerType
 from train.attention import View, attend, attend_densely
@@ -353,12 +351,6 @@ for capability in (86, 90):
 
 
 def test_the_kernels_compile_for_sm_86_and_sm_90(tmp_path):
-    """Triton brings its assembler along, so no GPU is needed, but a process that does not interpret."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    compiled = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
-    )
-    assert compiled.returncode == 0, compiled.stderr
-    shared = [int(line) for line in compiled.stdout.split()]
+    shared = [number for (number,) in run_apart(COMPILE, tmp_path)]
     assert len(shared) == 6
     assert max(shared) <= SHARED_BYTES

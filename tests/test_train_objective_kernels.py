@@ -1,11 +1,8 @@
 """What is done with rows of logits: Triton, interpreted or on a GPU, against plain torch and autograd."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from kernel_compile import run_apart
 from torch.nn import functional as F
 
 from recipes.schema import Objective as Settings
@@ -177,8 +174,8 @@ def test_every_objective_is_the_same_with_kernels_as_with_all_logits_at_once(kin
 
 
 COMPILE = """
-import subprocess, tempfile
 import triton
+from kernel_compile import stack_bytes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from train import head_kernels
@@ -197,14 +194,6 @@ def build(kernel, capability, floats):
     options = {"num_warps": head_kernels._WARPS}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
-def stack_bytes(cubin):
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(usage.split("STACK:")[1].split()[0])
-
 for capability in (86, 90):
     for floats in ("*bf16", "*fp32"):
         for name in KERNELS:
@@ -215,14 +204,7 @@ for capability in (86, 90):
 
 
 def test_the_kernels_compile_for_sm_86_and_sm_90_without_spills_and_read_16_bytes_at_a_time(tmp_path):
-    """Triton brings its assembler along, so no GPU is needed, but a process that does not interpret."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", COMPILE]
-    compiled = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert compiled.returncode == 0, compiled.stderr
-    shared, stacks, wide_loads = zip(
-        *(map(int, line.split()) for line in compiled.stdout.splitlines()), strict=True
-    )
+    shared, stacks, wide_loads = zip(*run_apart(COMPILE, tmp_path), strict=True)
     assert max(shared) < 4096  # of an SM's 99 KiB
     assert max(stacks) == 0  # registers that spill go there
     bf16, fp32 = (2, 4, 2, 4), (4, 8, 4, 8)  # loads by each of 256 threads for a step, of one row or of two
