@@ -237,6 +237,22 @@ def _load_heads(
 
 
 @triton.jit
+def _load_keys(
+    keys: tl.tensor,
+    values: tl.tensor,
+    number: tl.tensor,
+    end: int,
+    HEAD_DIM: tl.constexpr,
+    TILE_DIMS: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+) -> tuple:
+    """Keys and values of rows by number, those before `end`, for this program's key-value head. [k, i]"""
+    head, is_key = number * tl.num_programs(1) + tl.program_id(1), number < end
+    key_ki = _load_heads(keys, head, is_key, HEAD_DIM, TILE_DIMS, DOT_TYPE)
+    return key_ki, _load_heads(values, head, is_key, HEAD_DIM, TILE_DIMS, DOT_TYPE)
+
+
+@triton.jit
 def _store_heads(
     heads: tl.tensor,
     at: tl.tensor,
@@ -385,14 +401,15 @@ def _forward_kernel(
         from_key, to_key = _cut_stretch(part, own_start, own_end, start, left, right, stop)
         for first_key in tl.range(from_key, to_key, TILE_KEYS, num_stages=STAGES):
             number = first_key + tl.arange(0, TILE_KEYS)
-            head, is_key = number * tl.num_programs(1) + tl.program_id(1), number < to_key
             if part == 0:
-                key_ki = _load_heads(block_key, head, is_key, HEAD_DIM, TILE_DIMS, DOT_TYPE)
-                value_ki = _load_heads(block_value, head, is_key, HEAD_DIM, TILE_DIMS, DOT_TYPE)
+                key_ki, value_ki = _load_keys(
+                    block_key, block_value, number, to_key, HEAD_DIM, TILE_DIMS, DOT_TYPE
+                )
                 seen = _see_block(row[:, None], number[None, :], window, BLOCK_SIZE, SLIDES)
             else:
-                key_ki = _load_heads(context_key, head, is_key, HEAD_DIM, TILE_DIMS, DOT_TYPE)
-                value_ki = _load_heads(context_value, head, is_key, HEAD_DIM, TILE_DIMS, DOT_TYPE)
+                key_ki, value_ki = _load_keys(
+                    context_key, context_value, number, to_key, HEAD_DIM, TILE_DIMS, DOT_TYPE
+                )
                 seen = (number[None, :] >= low[:, None]) & (number[None, :] < high[:, None])
             output_ri, greatest, total = _fold(
                 output_ri, greatest, total, query_ri, key_ki, value_ki, seen, scale, part != 2
@@ -480,14 +497,15 @@ def _queries_kernel(
         from_key, to_key = _cut_stretch(part, own_start, own_end, start, left, right, stop)
         for first_key in tl.range(from_key, to_key, TILE_KEYS, num_stages=STAGES):
             number = first_key + tl.arange(0, TILE_KEYS)
-            head, is_key = number * tl.num_programs(1) + tl.program_id(1), number < to_key
             if part == 0:
-                key_ki = _load_heads(block_key, head, is_key, HEAD_DIM, TILE_DIMS, DOT_TYPE)
-                value_ki = _load_heads(block_value, head, is_key, HEAD_DIM, TILE_DIMS, DOT_TYPE)
+                key_ki, value_ki = _load_keys(
+                    block_key, block_value, number, to_key, HEAD_DIM, TILE_DIMS, DOT_TYPE
+                )
                 seen = _see_block(row[:, None], number[None, :], window, BLOCK_SIZE, SLIDES)
             else:
-                key_ki = _load_heads(context_key, head, is_key, HEAD_DIM, TILE_DIMS, DOT_TYPE)
-                value_ki = _load_heads(context_value, head, is_key, HEAD_DIM, TILE_DIMS, DOT_TYPE)
+                key_ki, value_ki = _load_keys(
+                    context_key, context_value, number, to_key, HEAD_DIM, TILE_DIMS, DOT_TYPE
+                )
                 seen = (number[None, :] >= low[:, None]) & (number[None, :] < high[:, None])
             d_query_ri = _add_d_query(
                 d_query_ri, query_ri, d_output_ri, lse_r, delta_r, key_ki, value_ki, seen, scale, part != 2
@@ -528,8 +546,7 @@ def _keys_kernel(
     first_key = tl.program_id(0) * TILE_KEYS
     number = first_key + tl.arange(0, TILE_KEYS)
     head, is_key = number * tl.num_programs(1) + tl.program_id(1), number < num_keys
-    key_ki = _load_heads(key, head, is_key, HEAD_DIM, TILE_DIMS, DOT_TYPE)
-    value_ki = _load_heads(value, head, is_key, HEAD_DIM, TILE_DIMS, DOT_TYPE)
+    key_ki, value_ki = _load_keys(key, value, number, num_keys, HEAD_DIM, TILE_DIMS, DOT_TYPE)
     d_key_ki = tl.zeros([TILE_KEYS, TILE_DIMS], tl.float32)
     d_value_ki = tl.zeros([TILE_KEYS, TILE_DIMS], tl.float32)
 
