@@ -144,13 +144,9 @@ def _cache_notes(job: Job, cache_bytes: float) -> tuple[str, ...]:
 
 def _capture_rows(job: Job) -> Iterator[Row]:
     recipe = job.recipe
-    engines, serve = recipe.data.engines, recipe.serve
-    a_token = f"x {job.tap_bytes:,} bytes"
-    words = f"{times(engines, 'engines')}{serve.max_num_seqs} requests x {job.longest:,} tokens {a_token}"
-    size = engines * serve.max_num_seqs * job.longest * job.tap_bytes
-    yield Row("captured states of running requests", words, size)
-    words = f"{times(engines, 'engines')}2 steps x {serve.max_num_batched_tokens:,} tokens {a_token}"
-    yield Row("steps on their way", words, engines * 2 * serve.max_num_batched_tokens * job.tap_bytes)
+    engines, tokens = recipe.data.engines, recipe.serve.max_num_batched_tokens
+    words = f"{times(engines, 'engines')}2 steps x {tokens:,} tokens x {job.tap_bytes:,} bytes"
+    yield Row("captured states on their way to files", words, engines * 2 * tokens * job.tap_bytes)
     if recipe.data.check_sequences:
         count = job.target.count_text_parameters()
         words = f"{times(engines, 'engines')}{millions(count)} x {job.dtype_bytes} bytes, if no GPU has room"

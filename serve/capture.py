@@ -1,15 +1,17 @@
 """The capture sink: the target's tap states of every request, row by row, spooled to one file per request.
 
-The runner (serve/seam/) feeds it after every step.  Making data, the driver (serve/generation.py) starts it,
-reads the files and cuts them to the text that was returned; a server keeps the files of what it serves
-(serve/admin_capture.py).  A request is captured from its first token or not at all.
+Rows go from where a step's copy lands straight to the files, in a thread: the engine's own only hands steps
+over, and waits where the disk is slower than it.  The runner (serve/seam/) does so after every step.  Making
+data, the driver (serve/generation.py) starts it, reads the files and cuts them to the text that was returned;
+a server keeps the files of what it serves (serve/admin_capture.py).  A request is captured from its first
+token or not at all.
 Shapes: T=tokens of the step  R=requests of the step  H=hidden size  W=taps x H (the final states are one)
 """
 
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +23,11 @@ import torch
 from safetensors import safe_open
 
 from serve.engine import SECTION
-from serve.tensor_file import TensorParts, write_tensors
+from serve.tensor_file import TEMPORARY_SUFFIX, GrowingFile, TensorParts
 
 _LOG = logging.getLogger(__name__)
 _LONGEST_NAME = 200
-_MOST_WAITING = 64  # files: where the disk is slower than the engine, memory must not be the buffer
+_MOST_WAITING = 64  # steps: where the disk is slower than the engine, memory must not be the buffer
 _PROMPT_TOKENS = "prompt_tokens"
 
 
@@ -47,38 +49,121 @@ class StepTaps:
     """[R + 1]: rows starts[r] .. starts[r + 1] - 1 belong to request r."""
     prompt_lengths: np.ndarray
     """[R]"""
-    taps: Sequence[torch.Tensor]
-    """One [T, H] per tap, ascending; the final states last, where they are asked for."""
+    states: torch.Tensor
+    """[T, W]: taps ascending; the final states last, where they are asked for."""
     positions: torch.Tensor
     """[T]"""
     token_ids: torch.Tensor
     """[T], as the request's text has them."""
     num_rejected: torch.Tensor
     """[R]: so many of a request's last rows were drafts that the target refused."""
-    arrived: torch.cuda.Event | None
+    arrived: torch.cuda.Event | None = None
     """None where nothing is copied asynchronously."""
+    release: Callable[[], None] = lambda: None
+    """To be called once nobody reads `states` any more."""
 
 
 @dataclass
 class _Rows:
-    """A request's rows so far: `count` of them, contiguous from position 0."""
+    """A request's rows so far: `count` of them, from position 0, with no gap."""
 
-    prompt_length: int
-    hidden: list[torch.Tensor] = field(default_factory=list)
+    file: GrowingFile
     token_ids: list[torch.Tensor] = field(default_factory=list)
     count: int = 0
 
-    def cut(self, count: int) -> None:
-        self.hidden, self.token_ids = [torch.cat(self.hidden)[:count]], [torch.cat(self.token_ids)[:count]]
-        self.count = count
+    def cut_to_text(self, first: int, token_ids: torch.Tensor) -> None:
+        """Forgets rows whose tokens are not the text's: a swap has requests sample their last ones anew.
+
+        token_ids: the text from position `first` on, as far as it is computed again.
+        """
+        if first == self.count:
+            return
+        held = torch.cat(self.token_ids)[first : first + len(token_ids)]
+        others = torch.nonzero(held != token_ids[: len(held)])
+        if len(others):
+            self.count = first + int(others[0])
+            self.token_ids = [torch.cat(self.token_ids)[: self.count]]
 
 
-class CaptureSink:
-    """Holds the rows of running requests; those of a finished one go to its file, beside the next steps.
+class Spool:
+    """Writes each request's rows to its file as steps bring them.
 
     A preempted request computes its rows again: the first copy of a position is kept (they are equal), up to
     the first token that is another one.
     """
+
+    def __init__(self, directory: Path, *, overwrites: bool = True) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory, self._overwrites = directory, overwrites
+        self._rows: dict[str, _Rows] = {}
+        self.num_sequences = self.num_tokens = 0
+
+    def add_step(self, step: StepTaps) -> None:
+        """Waits until the step's copies are there."""
+        if step.arrived is not None:
+            step.arrived.synchronize()
+        for row in range(len(step.request_ids)):
+            self._add_rows(step, row)
+
+    def finish(self, request_ids: Iterable[str]) -> None:
+        """Their files are whole; of requests without rows there is none."""
+        for request_id in sorted(set(request_ids) & self._rows.keys()):
+            rows = self._rows[request_id]
+            rows.file.finish(self._find_place(request_id), rows.count, torch.cat(rows.token_ids).int())
+            del self._rows[request_id]
+            self.num_sequences += 1
+            self.num_tokens += rows.count
+
+    def finish_all(self) -> None:
+        """An engine tells of its last requests only in a step that may never come."""
+        self.finish(list(self._rows))
+
+    def discard(self) -> None:
+        """Removes the files of requests that still run."""
+        for rows in self._rows.values():
+            rows.file.discard()
+        self._rows.clear()
+
+    def _add_rows(self, step: StepTaps, row: int) -> None:
+        start = int(step.starts[row])
+        valid = int(step.starts[row + 1]) - start - int(step.num_rejected[row])
+        first, request_id = int(step.positions[start]), step.request_ids[row]
+        if request_id not in self._rows:
+            if first > 0:
+                return  # under way before the capture began, or flushed and computing one more token
+            self._rows[request_id] = _Rows(self._open(step, row))
+        rows = self._rows[request_id]
+        assert first <= rows.count, f"{request_id}: rows {rows.count}..{first - 1} were never computed"
+        rows.cut_to_text(first, step.token_ids[start : start + valid])
+        skip = rows.count - first
+        if skip >= valid:
+            return
+        fresh = slice(start + skip, start + valid)
+        rows.file.write_rows(rows.count, step.states[fresh])
+        rows.token_ids.append(step.token_ids[fresh].clone())
+        rows.count = first + valid
+
+    def _open(self, step: StepTaps, row: int) -> GrowingFile:
+        request_id = step.request_ids[row]
+        path = spool_path(self._directory, request_id)  # the engine's own id: no other request's
+        one_row = {
+            "hidden": TensorParts(step.states.dtype, (1, step.states.shape[1]), ()),
+            "token_ids": TensorParts(torch.int32, (1,), ()),
+        }
+        metadata = {
+            "request_id": external_id(request_id),
+            _PROMPT_TOKENS: str(int(step.prompt_lengths[row])),
+        }
+        return GrowingFile(path.with_name(path.name + TEMPORARY_SUFFIX), one_row, metadata)
+
+    def _find_place(self, request_id: str) -> Path:
+        """Under the engine's own id where a client has given the same id twice."""
+        path = spool_path(self._directory, external_id(request_id))
+        return path if self._overwrites or not path.exists() else spool_path(self._directory, request_id)
+
+
+class CaptureSink:
+    """A spool in a thread of its own: an engine goes on while its rows are on their way."""
 
     is_open = True
     """Takes steps."""
@@ -86,92 +171,56 @@ class CaptureSink:
     """What closed it, where nobody did."""
 
     def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
-        self._num_sequences = self._num_tokens = 0
-        self._under_way: list[StepTaps] = []
-        self._rows: dict[str, _Rows] = {}
-        self._writer = ThreadPoolExecutor(1, "capture")
-        self._writing: deque[tuple[Future[None], int]] = deque()
+        self._spool = self._make_spool(directory)
+        self._thread = ThreadPoolExecutor(1, "capture")
+        self._tasks: deque[Future[None]] = deque()
 
     def add_step(self, step: StepTaps) -> None:
-        """Takes the step in, and cuts up those before it: their copies had a whole step's time to arrive."""
-        self._settle()
-        self._under_way.append(step)
+        """Raises OSError, as all do that are called after it, where rows before could not be written."""
+        self._give(self._take, step)
 
     def finish(self, request_ids: Iterable[str]) -> None:
-        """Their files will be there after `wait`.  Raises OSError where one that came before cannot be."""
-        self._settle()
-        for request_id in sorted(set(request_ids) & self._rows.keys()):
-            rows = self._rows.pop(request_id)
-            self._writing.append((self._writer.submit(self._write, request_id, rows), rows.count))
-        self.wait(_MOST_WAITING)
+        """Their files will be there after `wait`."""
+        self._give(self._spool.finish, list(request_ids))
 
     def flush(self) -> None:
-        """Finishes every request: an engine tells of the last ones only in a step that may never come."""
-        self._settle()
-        self.finish(list(self._rows))
+        """Finishes every request."""
+        self._give(self._spool.finish_all)
         self.wait()
 
     def wait(self, most: int = 0) -> None:
-        """Until no more than so many files are still to be written.  Raises OSError where one cannot be."""
-        while self._writing and (len(self._writing) > most or self._writing[0][0].done()):
-            written, count = self._writing.popleft()
-            written.result()
-            self._num_sequences += 1
-            self._num_tokens += count
+        """Until no more than so many things are still to be done."""
+        while self._tasks and (len(self._tasks) > most or self._tasks[0].done()):
+            self._tasks.popleft().result()
 
     def close(self) -> None:
         """Finishes every request, those still running as far as they are."""
         self.flush()
         self.is_open = False
-        self._writer.shutdown()
+        self._thread.shutdown()
 
     def status(self) -> dict[str, Any]:
         """As JSON: where it captures to, if it does, and what it has written."""
         self.wait()
         folder = str(self._directory) if self.is_open else None
-        written = {"folder": folder, "sequences": self._num_sequences, "tokens": self._num_tokens}
-        return written | ({"error": self.error} if self.error else {})
+        written = {"sequences": self._spool.num_sequences, "tokens": self._spool.num_tokens}
+        return {"folder": folder} | written | ({"error": self.error} if self.error else {})
 
-    def _settle(self) -> None:
-        for step in self._under_way:
-            if step.arrived is not None:
-                step.arrived.synchronize()
-            for row in range(len(step.request_ids)):
-                self._add_rows(step, row)
-        self._under_way.clear()
+    def _make_spool(self, directory: Path) -> Spool:
+        return Spool(directory)
 
-    def _add_rows(self, step: StepTaps, row: int) -> None:
-        start = int(step.starts[row])
-        valid = int(step.starts[row + 1]) - start - int(step.num_rejected[row])
-        first, request_id = int(step.positions[start]), step.request_ids[row]
-        if request_id not in self._rows and first > 0:
-            return  # under way before the capture began, or flushed and computing one more token
-        rows = self._rows.setdefault(request_id, _Rows(int(step.prompt_lengths[row])))
-        assert first <= rows.count, f"{request_id}: rows {rows.count}..{first - 1} were never computed"
-        _cut_to_text(rows, first, step.token_ids[start : start + valid])
-        skip = rows.count - first
-        if skip >= valid:
-            return
-        fresh = slice(start + skip, start + valid)
-        rows.hidden.append(torch.cat([tap[fresh] for tap in step.taps], dim=-1))
-        rows.token_ids.append(step.token_ids[fresh].clone())
-        rows.count = first + valid
+    def _give(self, act: Callable[..., None], *given: Any) -> None:
+        """To the thread, or to nobody once this is closed."""
+        if self.is_open:
+            self._tasks.append(self._thread.submit(act, *given))
+            self.wait(_MOST_WAITING)
 
-    def _write(self, request_id: str, rows: _Rows) -> None:
-        width = rows.hidden[0].shape[1]
-        parts = {
-            "hidden": TensorParts(rows.hidden[0].dtype, (rows.count, width), rows.hidden),
-            "token_ids": TensorParts(torch.int32, (rows.count,), rows.token_ids),
-        }
-        metadata = {"request_id": external_id(request_id), _PROMPT_TOKENS: str(rows.prompt_length)}
-        path = self._find_place(request_id)
-        # a driver reads it within seconds
-        write_tensors(path, parts, metadata, survives_power_cut=False)
-
-    def _find_place(self, request_id: str) -> Path:
-        return spool_path(self._directory, external_id(request_id))
+    def _take(self, step: StepTaps) -> None:
+        try:
+            self._spool.add_step(step)
+        finally:
+            step.release()
 
 
 class TrafficSink(CaptureSink):
@@ -181,32 +230,19 @@ class TrafficSink(CaptureSink):
         try:
             super().wait(most)
         except OSError as fault:
-            self._give_up(f"capture stopped, requests go on: {fault}")
+            self._give_up(f"capture into {self._directory} stopped, requests go on: {fault}")
+
+    def _make_spool(self, directory: Path) -> Spool:
+        return Spool(directory, overwrites=False)
 
     def _give_up(self, error: str) -> None:
         _LOG.error(error)
         self.error, self.is_open = error, False
-        self._rows.clear()
-        self._writing.clear()
-        self._writer.shutdown(wait=False, cancel_futures=True)
-
-    def _find_place(self, request_id: str) -> Path:
-        """Under the engine's own id where a client has given the same id twice."""
-        path = super()._find_place(request_id)
-        return spool_path(self._directory, request_id) if path.exists() else path
-
-
-def _cut_to_text(rows: _Rows, first: int, token_ids: torch.Tensor) -> None:
-    """Forgets rows whose tokens are not the text's: a swap has running requests sample their last ones anew.
-
-    token_ids: the text from position `first` on, as far as it is computed again.
-    """
-    if first == rows.count:
-        return
-    held = torch.cat(rows.token_ids)[first : first + len(token_ids)]
-    others = torch.nonzero(held != token_ids[: len(held)])
-    if len(others):
-        rows.cut(first + int(others[0]))
+        for task in self._tasks:
+            task.cancel()
+        self._tasks.clear()
+        self._thread.submit(self._spool.discard)
+        self._thread.shutdown(wait=False)
 
 
 def external_id(request_id: str) -> str:

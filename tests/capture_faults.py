@@ -8,9 +8,10 @@ from unittest.mock import patch
 
 import torch
 
-from serve.capture import CaptureSink
+from serve.capture import Spool
 from serve.engine import is_cuda
 from serve.generation import CapturingEngine
+from serve.tensor_file import GrowingFile
 
 Fault = Callable[[], AbstractContextManager[Any]]
 
@@ -18,56 +19,54 @@ Fault = Callable[[], AbstractContextManager[Any]]
 @contextmanager
 def zero_rows(after: int) -> Iterator[None]:
     """Every request's, once it has so many."""
-    write = CaptureSink._write
+    write = GrowingFile.write_rows
 
-    def write_zeros(sink, request_id, rows):
-        states = torch.cat(rows.hidden)
-        states[after:] = 0
-        rows.hidden = [states]
-        write(sink, request_id, rows)
+    def write_zeros(file, first, rows):
+        is_late = torch.arange(first, first + len(rows)) >= after
+        write(file, first, rows.masked_fill(is_late[:, None], 0))
 
-    with patch.object(CaptureSink, "_write", write_zeros):
+    with patch.object(GrowingFile, "write_rows", write_zeros):
         yield
 
 
 @contextmanager
 def rows_of_another() -> Iterator[None]:
     """A request of a step gets the next one's, as if the step's rows began where its second request's do."""
-    add_rows = CaptureSink._add_rows
+    add_rows = Spool._add_rows
 
-    def add_others(sink, step, row):
+    def add_others(spool, step, row):
         of_first = int(step.starts[1])
-        add_rows(sink, replace(step, taps=[tap.roll(-of_first, 0) for tap in step.taps]), row)
+        add_rows(spool, replace(step, states=step.states.roll(-of_first, 0)), row)
 
-    with patch.object(CaptureSink, "_add_rows", add_others):
+    with patch.object(Spool, "_add_rows", add_others):
         yield
 
 
 @contextmanager
 def lost_rows(request: str, count: int) -> Iterator[None]:
     """The last ones of a request."""
-    write = CaptureSink._write
+    finish = Spool.finish
 
-    def write_fewer(sink, request_id, rows):
-        if request_id.startswith(f"{request}-"):
-            rows.count -= count
-            rows.hidden = [torch.cat(rows.hidden)[:-count]]
-            rows.token_ids = [torch.cat(rows.token_ids)[:-count]]
-        write(sink, request_id, rows)
+    def finish_with_fewer(spool, request_ids):
+        for request_id in request_ids:
+            if request_id.startswith(f"{request}-"):
+                rows = spool._rows[request_id]
+                rows.count -= count
+                rows.token_ids = [torch.cat(rows.token_ids)[:-count]]
+        finish(spool, request_ids)
 
-    with patch.object(CaptureSink, "_write", write_fewer):
+    with patch.object(Spool, "finish", finish_with_fewer):
         yield
 
 
 def lost_request(request: str) -> AbstractContextManager[Any]:
     """It is never written."""
-    write = CaptureSink._write
+    finish = Spool.finish
 
-    def write_others(sink, request_id, rows):
-        if not request_id.startswith(f"{request}-"):
-            write(sink, request_id, rows)
+    def finish_others(spool, request_ids):
+        finish(spool, [each for each in request_ids if not each.startswith(f"{request}-")])
 
-    return patch.object(CaptureSink, "_write", write_others)
+    return patch.object(Spool, "finish", finish_others)
 
 
 def untidy_paths() -> AbstractContextManager[Any]:

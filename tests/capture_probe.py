@@ -17,26 +17,26 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERR
 import torch
 from vllm import LLM, SamplingParams
 
-import serve.seam.capturing
-from serve.capture import CaptureSink, StepTaps, capture_options, read_spooled
+import serve.capture
+from serve.capture import Spool, StepTaps, capture_options, read_spooled
 from tests.drafters import EMBEDDED_TARGET, tiny_recipe
 
 PROMPT_TOKENS, MAX_TOKENS, CHUNK = 620, 36, 300
 BLOCKS = 88  # of the cache: enough for the prompts, too few once three requests grow past 640 tokens
 
 
-class CountingSink(CaptureSink):
+class CountingSpool(Spool):
     repeated = 0
 
     def _add_rows(self, step: StepTaps, row: int) -> None:
         held = self._rows.get(step.request_ids[row])
         first = int(step.positions[int(step.starts[row])])
-        CountingSink.repeated += held is not None and first < held.count
+        CountingSpool.repeated += held is not None and first < held.count
         super()._add_rows(step, row)
 
 
 def main(drafter: str, out: str) -> None:
-    serve.seam.capturing.CaptureSink = CountingSink
+    serve.capture.Spool = CountingSpool
     llm = LLM(
         model=str(EMBEDDED_TARGET),
         dtype="bfloat16",
@@ -67,7 +67,7 @@ def main(drafter: str, out: str) -> None:
             )
             for output in outputs
         ]
-    torch.save({"captured": captured, "repeated": CountingSink.repeated}, out)
+    torch.save({"captured": captured, "repeated": CountingSpool.repeated}, out)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """What capture costs, and what sleep frees, on a cut of the flagship's widths; needs a GPU.
 
-    python tests/capture_speed.py [--layers 16] [--requests 32] [--prompt 512] [--new 128] [--repeats 2]
+    python tests/capture_speed.py [--layers 32] [--requests 32] [--prompt 256] [--new 256] [--repeats 2]
+        [--decoding plain] [--decoding trees]
 
-Plain engines and engines with trees, each with capture and without, are started together and work in turn.
-"with shards" is the data phase's own work: states compared with a prefill's, written, and on the disk; the
-last shard's writing has nothing beside it.
+Of plain engines, then of engines with trees, one with capture and one without are started together and work
+in turn.  "with shards" is the data phase's own work: states compared with a prefill's, written, and on the
+disk; the last shard's writing has nothing beside it.
 Weights are dummies, so nothing is accepted and a tree's step is one token a request.
 """
 
@@ -38,7 +39,7 @@ from serve.engine import child_environment
 
 REPOSITORY = Path(__file__).parent.parent
 FLAGSHIP = REPOSITORY / "recipes" / "qwen36_dflash.yaml"
-KINDS = [f"{decoding}{capture}" for decoding in ("plain", "trees") for capture in ("", ", captured")]
+DECODINGS = ("plain", "trees")
 GRAPH_SIZES = [1, 32, 512]
 SHARDS = 2
 ANSWER = "answer:"  # before each line of an engine's that is one
@@ -73,7 +74,7 @@ def read_recipe(folder: Path, work: Work) -> Recipe:
         "serve.max_model_len": work.prompt + work.new + 64,
         "data.max_prompt_tokens": work.prompt,
         "serve.kv_cache_gib": 8,
-        "serve.gpu_memory_utilization": 0.2,
+        "serve.gpu_memory_utilization": 0.3,
         "rounds.count": 3,
     }
     return load_recipe(FLAGSHIP, [f"{name}={value}" for name, value in settings.items()])
@@ -183,7 +184,7 @@ def _start_as_benched(generation: Any, *, captures: bool) -> None:
     }
     generation.engine_arguments = lambda *given, **named: full(*given, **named) | more
     if not captures:
-        generation.capture_options = lambda _: {generation.SECTION: {}}
+        generation.capture_options = lambda *_, **_named: {generation.SECTION: {}}
         call = generation.CapturingEngine._call_workers
         generation.CapturingEngine._call_workers = lambda self, method, *rest: (
             [] if method.endswith("_capture") else call(self, method, *rest)
@@ -251,11 +252,12 @@ def running(folder: Path, kinds: Sequence[str], work: Work) -> Iterator[list[Chi
 
 
 def main(
-    layers: int = 16,
+    layers: int = 32,
     requests: int = 32,
-    prompt: int = 512,
-    new: int = 128,
+    prompt: int = 256,
+    new: int = 256,
     repeats: Annotated[int, typer.Option(help="Timed times of each, after one that warms up.")] = 2,
+    decoding: Annotated[list[str] | None, typer.Option(help="One or both of plain and trees.")] = None,
 ) -> None:
     """Prints tokens a second with capture and without, and memory awake and asleep."""
     work = Work(requests, prompt, new)
@@ -263,12 +265,15 @@ def main(
         folder = Path(name)
         write_models(folder, layers)
         write_weights(folder / "drafter")
-        with running(folder, KINDS, work) as children:
-            rates = measure_rates(children, repeats)
-            show(rates, work)
-            for child in children[:-1]:  # memory is told of the whole GPU
-                child.end()
-            swap_s, nap = children[-1].ask("swap"), children[-1].ask("nap")
+        for each in decoding or DECODINGS:
+            with running(folder, [each, f"{each}, captured"], work) as (without, captured):
+                show(measure_rates([without, captured], repeats), each, work)
+                without.end()  # memory is told of the whole GPU
+                if each == "trees":
+                    show_turns(captured.ask("swap"), captured.ask("nap"))
+
+
+def show_turns(swap_s: float, nap: dict[str, float]) -> None:
     print(f"swap under CUDA graphs: {swap_s:.2f} s")
     print(
         "asleep {asleep_gib:.2f} GiB, awake {awake_gib:.2f}; falls asleep in {sleep_s:.2f} s, wakes in"
@@ -289,13 +294,12 @@ def measure_rates(children: Sequence[Child], repeats: int) -> dict[tuple[str, st
     return {key: median(values) for key, values in samples.items()}
 
 
-def show(rates: dict[tuple[str, str], float], work: Work) -> None:
+def show(rates: dict[tuple[str, str], float], decoding: str, work: Work) -> None:
     table = Table("tokens a second", "without capture", "with", "", "with shards", "", box=SIMPLE_HEAD)
-    for decoding in ("plain", "trees"):
-        without = rates[decoding, "answer"]
-        captured, made = (rates[f"{decoding}, captured", order] for order in ("answer", "make"))
-        cells = [f"{captured:,.0f}", f"{captured / without:.3f}", f"{made:,.0f}", f"{made / without:.3f}"]
-        table.add_row(decoding, f"{without:,.0f}", *cells)
+    without = rates[decoding, "answer"]
+    captured, made = (rates[f"{decoding}, captured", order] for order in ("answer", "make"))
+    cells = [f"{captured:,.0f}", f"{captured / without:.3f}", f"{made:,.0f}", f"{made / without:.3f}"]
+    table.add_row(decoding, f"{without:,.0f}", *cells)
     Console(width=110).print(table)
     print(
         f"{work.of_shard} requests, {work.requests} at once: {work.prompt} tokens of prompt, {work.new} new"

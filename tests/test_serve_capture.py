@@ -2,13 +2,20 @@
 
 import errno
 import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from serve.capture import (
     _MOST_WAITING,
@@ -20,6 +27,7 @@ from serve.capture import (
     read_spooled,
     spool_path,
 )
+from serve.seam.capturing import Landing
 
 TAPS = 2
 PROMPT = 3
@@ -40,11 +48,10 @@ def step(*spans: tuple[str, int, int], rejected: tuple[int, ...] = (), pass_numb
         request_ids=[f"{name}-12345678" for name, _, _ in spans],
         starts=np.cumsum([0, *(rows for _, _, rows in spans)]),
         prompt_lengths=np.full(len(spans), PROMPT, dtype=np.int32),
-        taps=[values[:, None], -values[:, None]],
+        states=torch.stack([values, -values], dim=1),
         positions=positions,
         token_ids=(7 * positions).int(),
         num_rejected=torch.tensor(rejected or (0,) * len(spans)),
-        arrived=None,
     )
 
 
@@ -58,6 +65,10 @@ def check(tmp_path: Path, name: str, rows: int) -> None:
     expected = torch.tensor([[state(name, j), -state(name, j)] for j in range(rows)])
     assert torch.equal(hidden, expected)
     assert token_ids.tolist() == [7 * j for j in range(rows)]
+
+
+def whole_files(folder: Path) -> set[str]:
+    return {path.stem for path in folder.glob("*.safetensors")}
 
 
 def test_rows_of_requests_that_share_steps_are_kept_apart(sink, tmp_path):
@@ -100,7 +111,7 @@ def test_a_request_that_samples_its_last_tokens_anew_keeps_those_of_its_text(sin
 def test_a_request_under_way_when_capture_begins_is_left_out(sink, tmp_path):
     sink.add_step(step(("a", 5, 1), ("b", 0, 2)))
     sink.flush()
-    assert [path.stem for path in tmp_path.iterdir()] == ["b"]
+    assert whole_files(tmp_path) == {"b"}
 
 
 def test_a_gap_is_an_error(sink):
@@ -114,7 +125,7 @@ def test_a_finished_request_is_written_and_the_running_ones_are_not(sink, tmp_pa
     sink.add_step(step(("a", 0, 3), ("b", 0, 2)))
     sink.finish({"a-12345678", "z-12345678"})
     sink.wait()
-    assert [path.stem for path in tmp_path.iterdir()] == ["a"]
+    assert whole_files(tmp_path) == {"a"}
     check(tmp_path, "a", 3)
 
 
@@ -185,15 +196,15 @@ def test_an_id_that_comes_twice_overwrites_nothing(traffic, tmp_path):
         traffic.add_step(named(own))
         traffic.finish([own])
     traffic.close()
-    assert {path.stem for path in tmp_path.iterdir()} == {"a", "a-00000002", "a-00000003"}
+    assert whole_files(tmp_path) == {"a", "a-00000002", "a-00000003"}
 
 
 @pytest.fixture
 def full_disk(monkeypatch) -> None:
-    def write(path: Path, *_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+    def write(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("serve.capture.write_tensors", write)
+    monkeypatch.setattr("serve.tensor_file.os.pwrite", write)
 
 
 def test_a_disk_that_fills_ends_a_servers_capture_and_not_the_server(traffic, full_disk, caplog, tmp_path):
@@ -203,8 +214,25 @@ def test_a_disk_that_fills_ends_a_servers_capture_and_not_the_server(traffic, fu
     assert not traffic.is_open
     assert (told["folder"], told["sequences"], told["tokens"]) == (None, 0, 0)
     assert "No space left on device" in told["error"]
-    assert str(tmp_path / "a.safetensors") in told["error"]
+    assert str(tmp_path) in told["error"]
     assert [(record.levelno, record.message) for record in caplog.records] == [(logging.ERROR, told["error"])]
+
+
+def test_what_a_stopped_capture_is_given_is_lost_and_no_fault(traffic, full_disk, tmp_path):
+    traffic.add_step(step(("a", 0, 3)))
+    traffic.status()
+    assert not traffic.is_open
+    traffic.add_step(step(("b", 0, 3)))
+    traffic.finish(["b-12345678"])
+    traffic.flush()
+    assert not whole_files(tmp_path)
+
+
+def test_a_capture_that_was_stopped_by_a_full_disk_leaves_no_part_of_a_file(traffic, full_disk, tmp_path):
+    traffic.add_step(step(("a", 0, 3), ("b", 0, 4)))
+    traffic.close()
+    traffic._thread.shutdown()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_disk_that_fills_at_the_end_is_told_as_well(traffic, full_disk):
@@ -214,14 +242,95 @@ def test_a_disk_that_fills_at_the_end_is_told_as_well(traffic, full_disk):
 
 
 def test_a_disk_that_fills_stops_the_making_of_data(sink, full_disk):
-    sink.add_step(step(("a", 0, 3)))
     with pytest.raises(OSError, match="No space left"):
+        sink.add_step(step(("a", 0, 3)))  # or the next call
         sink.flush()
 
 
-def test_it_stops_as_well_where_no_more_requests_may_wait(sink, full_disk):
-    names = [f"{number}-12345678" for number in range(_MOST_WAITING + 1)]
-    sink.add_step(named(*names))
+def test_it_stops_before_more_steps_wait_than_may(sink, full_disk):
     with pytest.raises(OSError, match="No space left"):
-        sink.finish(names)
-        sink.finish([])
+        for position in range(_MOST_WAITING + 2):
+            sink.add_step(step(("a", position, 1)))
+
+
+def test_steps_are_taken_in_while_earlier_ones_are_on_their_way_and_no_more_than_may_wait(sink, tmp_path):
+    """As where the disk is slower than the engine."""
+    gate, taken = threading.Event(), []
+    blocked = replace(step(("a", 0, 1)), arrived=SimpleNamespace(synchronize=gate.wait))
+    sink.add_step(blocked)
+
+    def go_on() -> None:
+        for position in range(1, _MOST_WAITING + 2):
+            sink.add_step(step(("a", position, 1)))
+            taken.append(position)
+
+    engine = threading.Thread(target=go_on)
+    engine.start()
+    wait_until(lambda: len(taken) == _MOST_WAITING - 1)
+    engine.join(timeout=0.05)
+    assert engine.is_alive()
+    gate.set()
+    engine.join()
+    sink.flush()
+    check(tmp_path, "a", _MOST_WAITING + 2)
+
+
+def test_a_steps_place_is_given_back_once_it_is_written_also_where_it_cannot_be(sink, full_disk):
+    released = threading.Event()
+    with pytest.raises(OSError, match="No space left"):
+        sink.add_step(replace(step(("a", 0, 3)), release=released.set))
+        sink.wait()
+    assert released.is_set()
+
+
+# Where steps land
+
+
+def test_places_that_are_held_do_not_overlap_and_come_round():
+    landing = Landing(10, 1, torch.float32, pinned=False)
+    first, second = landing.take(4), landing.take(5)
+    first[:], second[:] = 1, 2
+    landing.release()
+    third = landing.take(4)  # one row is left at the end: too few
+    third[:] = 3
+    assert third.data_ptr() == first.data_ptr()
+    assert second.eq(2).all()
+    landing.release()
+    landing.take(5)[:] = 4  # behind the third
+    assert third.eq(3).all()
+
+
+def test_one_who_finds_no_place_waits_for_the_first_that_is_given_back():
+    landing = Landing(10, 1, torch.float32, pinned=False)
+    landing.take(5)
+    landing.take(5)
+    taken = []
+    waiting = threading.Thread(target=lambda: taken.append(landing.take(5)))
+    waiting.start()
+    waiting.join(timeout=0.05)
+    assert not taken
+    landing.release()
+    waiting.join()
+    assert len(taken) == 1
+
+
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=60), st.randoms(use_true_random=False))
+def test_no_row_is_held_twice(counts, chance):
+    landing = Landing(16, 1, torch.float32, pinned=False)
+    held: deque[set[int]] = deque()
+    for count in counts:
+        while held and (chance.random() < 0.4 or landing._find(count) is None):
+            held.popleft()
+            landing.release()
+        rows = landing.take(count)
+        start = rows.storage_offset()
+        fresh = set(range(start, start + count))
+        assert all(fresh.isdisjoint(other) for other in held)
+        held.append(fresh)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.001)

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from serve.tensor_file import TensorParts, write_tensors
+from serve.tensor_file import GrowingFile, TensorParts, write_tensors
 
 ROWS = torch.arange(24, dtype=torch.float32).reshape(8, 3).bfloat16()
 
@@ -74,4 +74,51 @@ def test_a_write_that_the_system_refuses_leaves_nothing_behind(tmp_path):
         [sys.executable, "-c", script, str(tmp_path / "a")], capture_output=True, text=True, check=False
     )
     assert "File too large" in run.stderr
+    assert not list(tmp_path.iterdir())
+
+
+# A file whose rows come while nobody knows how many there will be
+
+
+ONE_ROW = {
+    "rows": TensorParts(torch.bfloat16, (1, 3), ()),
+    "numbers": TensorParts(torch.int32, (1,), ()),
+}
+
+
+def numbers(count: int) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.int32)
+
+
+def test_the_library_reads_rows_that_came_one_after_another(tmp_path):
+    path = tmp_path / "a.safetensors"
+    file = GrowingFile(tmp_path / "a.tmp", ONE_ROW, {"note": "x"})
+    for first, end in ((0, 1), (1, 6), (6, 8)):
+        file.write_rows(first, ROWS[first:end])
+    assert not path.exists()
+    file.finish(path, 8, numbers(8))
+    found = load_file(path)
+    assert torch.equal(found["rows"], ROWS)
+    assert torch.equal(found["numbers"], numbers(8))
+    with safe_open(path, framework="pt") as read:
+        assert read.metadata() == {"note": "x"}
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_rows_can_be_written_anew_and_the_last_ones_forgotten(tmp_path, count):
+    path = tmp_path / "a.safetensors"
+    file = GrowingFile(tmp_path / "a.tmp", ONE_ROW, {})
+    file.write_rows(0, ROWS.flip(0))
+    file.write_rows(0, ROWS[:6].contiguous())
+    file.finish(path, count, numbers(count))
+    found = load_file(path)
+    assert torch.equal(found["rows"], ROWS[:count])
+    assert torch.equal(found["numbers"], numbers(count))
+
+
+def test_a_file_that_is_given_up_is_gone(tmp_path):
+    file = GrowingFile(tmp_path / "a.tmp", ONE_ROW, {})
+    file.write_rows(0, ROWS)
+    file.discard()
     assert not list(tmp_path.iterdir())

@@ -5,7 +5,9 @@ when none runs.  A server: start_capture(directory, True), capture_status() and 
 """
 # ruff: noqa: PLC0415  (vLLM's modules are imported once vLLM calls: on a CPU its worker has to come first)
 
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +74,7 @@ class CapturingRunner(_Runner):
         """Captures requests that begin from now on into `directory`; all ranks have the same states."""
         from vllm.distributed import get_tensor_model_parallel_rank
 
+        self._landing = None
         if get_tensor_model_parallel_rank() == 0:
             self._sink = TrafficSink(Path(directory)) if is_traffic else CaptureSink(Path(directory))
 
@@ -146,23 +149,26 @@ class CapturingRunner(_Runner):
         positions_T = batch.positions[:count]
         lengths_R = batch.query_start_loc[: batch.num_reqs + 1].diff()
         slot_T = torch.repeat_interleave(batch.idx_mapping, lengths_R, output_size=count)
+        states, release = self._land(torch.cat([tap[:count] for tap in taps], dim=-1))
         return StepTaps(
             request_ids=list(batch.req_ids),
             starts=starts,
             prompt_lengths=self._prompt_lengths(batch.req_ids),
-            taps=self._land(taps, count),
+            states=states,
             positions=_to_host(positions_T),
             token_ids=_to_host(self.req_states.all_token_ids.gpu[slot_T, positions_T]),
             num_rejected=_to_host(num_rejected),
             arrived=_record_event(self.device),
+            release=release,
         )
 
-    def _land(self, taps: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
+    def _land(self, states: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        """In host memory, or on their way; and what gives the place back."""
         if self.device.type != "cuda":
-            return [_to_host(tap[:count]) for tap in taps]
+            return states, lambda: None
         if self._landing is None:
-            self._landing = Landing(len(taps), (self.max_num_tokens, taps[0].shape[1]), taps[0].dtype)
-        return self._landing.take(taps, count)
+            self._landing = Landing(2 * self.max_num_tokens, states.shape[1], states.dtype)
+        return self._landing.take(len(states)).copy_(states, non_blocking=True), self._landing.release
 
     def _prompt_lengths(self, request_ids: Sequence[str]) -> np.ndarray:
         states = self.req_states
@@ -170,23 +176,38 @@ class CapturingRunner(_Runner):
 
 
 class Landing:
-    """Where a step's taps arrive: pinned host memory, or no copy would be asynchronous.
+    """Where steps' states arrive: a ring of rows in pinned host memory, or no copy would be asynchronous."""
 
-    Two steps may be under way: a sink cuts one up before it takes the next.
-    """
+    def __init__(self, num_rows: int, width: int, dtype: torch.dtype, *, pinned: bool = True) -> None:
+        self._rows = torch.empty((num_rows, width), dtype=dtype, pin_memory=pinned)
+        self._taken: deque[range] = deque()
+        self._changed = threading.Condition()
 
-    def __init__(self, num_taps: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
-        self._sets = [
-            [torch.empty(shape, dtype=dtype, pin_memory=True) for _ in range(num_taps)] for _ in range(2)
-        ]
+    def take(self, count: int) -> torch.Tensor:
+        """So many rows, at most half of all, once nobody holds them any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._find(count) is not None)
+            place = self._find(count)
+            assert place is not None
+            self._taken.append(place)
+        return self._rows[place.start : place.stop]
 
-    def take(self, taps: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
-        """The first rows of each, on their way."""
-        self._sets.reverse()
-        return [
-            buffer[:count].copy_(tap[:count], non_blocking=True)
-            for buffer, tap in zip(self._sets[0], taps, strict=True)
-        ]
+    def release(self) -> None:
+        """Of what is held, the rows that were taken first."""
+        with self._changed:
+            self._taken.popleft()
+            self._changed.notify()
+
+    def _find(self, count: int) -> range | None:
+        """Behind the rows that were taken last, or at the beginning again."""
+        if not self._taken:
+            return range(count)
+        first, last = self._taken[0], self._taken[-1]
+        has_turned = last.start < first.start
+        if not has_turned and last.stop + count <= len(self._rows):
+            return range(last.stop, last.stop + count)
+        start = last.stop if has_turned else 0
+        return range(start, start + count) if start + count <= first.start else None
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -199,6 +220,6 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 def _record_event(device: torch.device) -> torch.cuda.Event | None:
     if device.type != "cuda":
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event(blocking=True)  # the thread that waits for it leaves the core to others
     event.record()
     return event
