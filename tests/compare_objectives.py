@@ -1,0 +1,598 @@
+"""Objectives compared at equal tokens by what the engine accepts of their drafters, chains and trees.
+
+    python tests/compare_objectives.py --out FOLDER [--steps N] [--jobs N] [section.field=value ...]
+
+One set of shards; a drafter for each objective and seed, trained on the same blocks in the same order; then
+an engine for each tree budget, in which the drafters take turns on the same held-out prompts.  What is done
+is not done again: the same command goes on after an interruption.  Runs on a CPU and on CUDA.
+"""
+
+# N=prompts  S=seeds
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoTokenizer
+from typer import Option
+
+from data.groups import render
+from eval.suite import load_suite
+from recipes.errors import MISTAKE, MachineError, UserError, run_command
+from recipes.load import check_against_target, load_recipe, resolve_model
+from recipes.manifest import CheckpointManifest, provenance, read_manifest, write_json, write_text
+from recipes.schema import Recipe, Sampling
+from serve.engine import child_environment, is_cuda
+from serve.generation import Answer, CapturingEngine, Drafting, Request
+from serve.plan import MANIFEST_NAME
+from train.resume import STATE_MANIFEST_NAME, RunFolders, StateManifest, find_last_pair
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+TINY_RECIPE = REPOSITORY / "recipes" / "tiny_cpu.yaml"
+OBJECTIVES = "cross_entropy,d_pace,kl,total_variation,lk"
+BUDGETS = (15, 31)
+OWN_SETTINGS = ("rounds.count=1", "rounds.first_share=null", "data.final_states=true")
+IN_ENGINE = "--in-engine"
+WIDTH = 200
+
+
+# Who is compared
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A drafter to be trained."""
+
+    objective: str
+    """A kind and, after colons, settings that are not the recipe's: lk:eta=10."""
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.objective.replace(':', '-')}-seed{self.seed}"
+
+    @property
+    def overrides(self) -> list[str]:
+        kind, *settings = self.objective.split(":")
+        fields = [f"kind={kind}", *settings]
+        return [f"train.seed={self.seed}", *(f"train.objective.{field}" for field in fields)]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A folder, and the recipes of everything in it."""
+
+    out: Path
+    overrides: Sequence[str]
+    objectives: Sequence[str]
+    """The others are compared with the first."""
+    seeds: Sequence[int]
+
+    @property
+    def entrants(self) -> list[Entrant]:
+        return [Entrant(objective, seed) for seed in self.seeds for objective in self.objectives]
+
+    def data_recipe(self) -> Recipe:
+        return load_recipe(TINY_RECIPE, self.data_overrides)
+
+    @property
+    def data_overrides(self) -> list[str]:
+        return [*OWN_SETTINGS, *self.overrides, f"output_dir={self.out / 'data'}"]
+
+    def recipe_of(self, entrant: Entrant) -> Recipe:
+        own = [*entrant.overrides, f"output_dir={self.out / entrant.name}"]
+        return load_recipe(TINY_RECIPE, [*OWN_SETTINGS, *self.overrides, *own])
+
+
+def claim(recipe: Recipe, shards: Path) -> None:
+    """Its folder, with the shards that all have.  UserError where another training's recipe lies there."""
+    path = recipe_path(recipe.output_dir)
+    if path.is_file():
+        found = read_recipe(recipe.output_dir)
+        sections = ("target", "drafter", "train")
+        differing = [name for name in sections if getattr(found, name) != getattr(recipe, name)]
+        if differing:
+            raise UserError(
+                f"{path} has other settings in {', '.join(differing)}: set them back, name another --out, or"
+                " remove the folder"
+            )
+    recipe.output_dir.mkdir(parents=True, exist_ok=True)
+    write_text(path, recipe.model_dump_json(indent=1) + "\n")
+    link = RunFolders(recipe.output_dir).shards
+    if not link.is_symlink():
+        link.symlink_to(os.path.relpath(shards, link.parent))
+
+
+def recipe_path(folder: Path) -> Path:
+    return folder / "recipe.json"
+
+
+def read_recipe(folder: Path) -> Recipe:
+    return Recipe.model_validate_json(recipe_path(folder).read_text())
+
+
+# How a drafter is measured
+
+
+@dataclass(frozen=True)
+class Way:
+    """Of decoding."""
+
+    temperature: float
+    budget: int | None
+    """Nodes of a tree; None: the chain."""
+
+    @property
+    def engine(self) -> int:
+        """The budget of the engine that decodes so: one with trees answers chain requests too."""
+        return BUDGETS[0] if self.budget is None else self.budget
+
+    def __str__(self) -> str:
+        drafts = "chain" if self.budget is None else f"tree of {self.budget}"
+        return f"{drafts}, T = {self.temperature:g}"
+
+
+def ways_of(temperatures: Iterable[float]) -> list[Way]:
+    return [Way(temperature, budget) for temperature in temperatures for budget in (None, *BUDGETS)]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the engine did with each prompt, in their order; as `eval.acceptance` counts."""
+
+    steps_N: np.ndarray
+    tokens_N: np.ndarray
+    """Committed by those steps."""
+
+    @property
+    def length(self) -> float:
+        """Acceptance length."""
+        return float(self.tokens_N.sum() / self.steps_N.sum())
+
+    @property
+    def residuals(self) -> np.ndarray:
+        """How much each prompt moves the length, to first order. [N]"""
+        return (self.tokens_N - self.length * self.steps_N) / self.steps_N.sum()
+
+
+def count(answers: Sequence[Answer]) -> Counts:
+    sizes = [answer.chunks[1:] for answer in answers]
+    return Counts(np.array([len(each) for each in sizes]), np.array([sum(each) for each in sizes]))
+
+
+def settings_of(recipe: Recipe) -> dict[str, Any]:
+    """All that a measurement depends on besides the checkpoint."""
+    return recipe.eval.model_dump(mode="json", exclude={"concurrency", "tree_budget"})
+
+
+def write_accepted(folder: Path, budget: int, settings: dict[str, Any], counts: dict[Way, Counts]) -> None:
+    told = {str(way): tell_counts(each) for way, each in counts.items()}
+    write_json(accepted_path(folder, budget), {"settings": settings, "counts": told})
+
+
+def read_accepted(folder: Path, budget: int, settings: dict[str, Any]) -> dict[Way, Counts] | None:
+    """None where this was not measured yet, or other settings were."""
+    path = accepted_path(folder, budget)
+    if not path.is_file():
+        return None
+    told = json.loads(path.read_text())
+    if told["settings"] != settings:
+        return None
+    ways = [way for way in ways_of(settings["temperatures"]) if way.engine == budget]
+    return {way: read_counts(told["counts"][str(way)]) for way in ways}
+
+
+def read_counts(told: dict[str, list[int]]) -> Counts:
+    return Counts(np.array(told["steps"]), np.array(told["tokens"]))
+
+
+def tell_counts(counts: Counts) -> dict[str, list[int]]:
+    return {"steps": counts.steps_N.tolist(), "tokens": counts.tokens_N.tolist()}
+
+
+def accepted_path(folder: Path, budget: int) -> Path:
+    return folder / f"accepted-{budget}.json"
+
+
+# What it says
+
+
+@dataclass(frozen=True)
+class Estimate:
+    value: float
+    """Mean over seeds."""
+    standard_error: float
+    """Over prompts, of drafters as they are."""
+    seed_error: float | None
+    """Standard error over seeds; None of one."""
+
+    def show(self, sign: str = "") -> str:
+        of_seeds = "" if self.seed_error is None else f" ({self.seed_error:.2f})"
+        return f"{self.value:{sign}.2f} ± {self.standard_error:.2f}{of_seeds}"
+
+
+def estimate(runs: Sequence[Counts]) -> Estimate:
+    """Acceptance length of an objective's drafters, one of each seed."""
+    return _estimate([run.length for run in runs], [run.residuals for run in runs], _is_decoded(runs))
+
+
+def estimate_gain(runs: Sequence[Counts], base: Sequence[Counts]) -> Estimate:
+    """Of acceptance length over the base's, seed by seed and prompt by prompt."""
+    pairs = list(zip(runs, base, strict=True))
+    return _estimate(
+        [run.length - other.length for run, other in pairs],
+        [run.residuals - other.residuals for run, other in pairs],
+        _is_decoded([*runs, *base]),
+    )
+
+
+def _estimate(values: list[float], residuals: list[np.ndarray], is_decoded_N: np.ndarray) -> Estimate:
+    """Prompts, not steps, are what is independent (`eval.acceptance`); and seeds, apart from them."""
+    squares = float((np.mean(residuals, axis=0) ** 2).sum())
+    number, num_seeds = int(is_decoded_N.sum()), len(values)
+    of_seeds = None if num_seeds < 2 else float(np.std(values, ddof=1)) / num_seeds**0.5
+    return Estimate(float(np.mean(values)), (squares * number / max(1, number - 1)) ** 0.5, of_seeds)
+
+
+def _is_decoded(runs: Sequence[Counts]) -> np.ndarray:
+    """Prompts whose answers are longer than the prefill's token."""
+    return np.any([run.steps_N > 0 for run in runs], axis=0)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training left beside its checkpoint."""
+
+    seconds: float
+    """Of its steps; starting and saving are not counted."""
+    simulated: float | None
+    """Acceptance length of the chain, on training blocks of the last steps."""
+    tokens: int
+    """Of the sequences that it saw, each as often as it was seen."""
+    shards: str
+    """Digest."""
+
+
+def read_trained(recipe: Recipe) -> Trained:
+    folders, steps = RunFolders(recipe.output_dir), recipe.train.steps
+    checkpoint = read_manifest(folders.checkpoint(steps) / MANIFEST_NAME, CheckpointManifest)
+    state = read_manifest(folders.state(steps) / STATE_MANIFEST_NAME, StateManifest)
+    events = EventAccumulator(str(recipe.output_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    seconds = sum_seconds((point.step, point.value) for point in events.Scalars("time/step_s"))
+    return Trained(seconds, checkpoint.simulated_acceptance, checkpoint.tokens_seen, state.shards)
+
+
+def sum_seconds(points: Iterable[tuple[int, float]]) -> float:
+    """Of a whole training: a point is a step, and the mean of a step's seconds since the point before."""
+    curve = sorted(dict(points).items())
+    starts = [0, *(step for step, _ in curve)]
+    return sum((step - start) * seconds for start, (step, seconds) in zip(starts, curve, strict=False))
+
+
+def check_equal_tokens(trained: dict[Entrant, Trained]) -> None:
+    """Raises MachineError unless all of a seed's drafters saw the same."""
+    for seed in {entrant.seed for entrant in trained}:
+        seen = {name.name: (it.tokens, it.shards) for name, it in trained.items() if name.seed == seed}
+        if len(set(seen.values())) > 1:
+            raise MachineError(
+                f"these drafters did not see the same tokens, so they are not compared: {seen}"
+            )
+
+
+# The work, in child processes
+
+
+@dataclass(frozen=True)
+class Task:
+    """A script of ours that ends with this process."""
+
+    name: str
+    script: Path
+    arguments: Sequence[str]
+    environment: dict[str, str]
+    log: Path
+
+    def run(self) -> str:
+        """Says how long it took.  Raises UserError or MachineError, as it ended."""
+        since = time.monotonic()
+        begin = [sys.executable, str(REPOSITORY / "train" / "child.py"), str(os.getpid())]
+        with self.log.open("ab") as log:
+            command = [*begin, str(self.script), *self.arguments]
+            code = subprocess.run(
+                command, env=self.environment, stdout=log, stderr=log, check=False
+            ).returncode
+        if code:
+            last = (self.log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
+            failure = UserError if code == MISTAKE else MachineError
+            raise failure(f"{self.name} ended with code {code}; {self.log} ends with: {last}")
+        return f"{self.name}: {time.monotonic() - since:.0f} s"
+
+
+def run_all(tasks: Sequence[Task], jobs: int, say: Callable[[str], None]) -> None:
+    """At most `jobs` at a time.  After a failure no other begins."""
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        for done in as_completed([pool.submit(task.run) for task in tasks]):
+            say(done.result())
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def data_task(comparison: Comparison) -> Task:
+    """It passes over shards that are there, and refuses those of another making."""
+    folder = comparison.data_recipe().output_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    arguments = [str(TINY_RECIPE), *comparison.data_overrides]
+    script = REPOSITORY / "data" / "regenerate.py"
+    return Task("shards", script, arguments, child_environment(), folder / "log")
+
+
+def training_tasks(comparison: Comparison, jobs: int) -> Iterator[Task]:
+    shards = RunFolders(comparison.data_recipe().output_dir).shards
+    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    if not torch.cuda.is_available():
+        environment["DS_ACCELERATOR"] = "cpu"
+    for entrant in comparison.entrants:
+        recipe = comparison.recipe_of(entrant)
+        claim(recipe, shards)
+        if find_last_pair(RunFolders(recipe.output_dir)) != recipe.train.steps:
+            # distill.py would start three servers after each
+            script, arguments = (
+                Path(__file__).with_name("train_only.py"),
+                [str(recipe_path(recipe.output_dir))],
+            )
+            log = recipe.output_dir / "log"
+            yield Task(f"{entrant.name}, training", script, arguments, environment, log)
+
+
+def measuring_tasks(comparison: Comparison, jobs: int) -> Iterator[Task]:
+    """One for each budget: an engine's start takes longer than its measuring."""
+    environment = child_environment()
+    if not is_cuda():
+        threads = int(environment["OMP_NUM_THREADS"]) // min(jobs, len(BUDGETS))
+        environment["OMP_NUM_THREADS"] = str(max(1, threads))
+    for budget in BUDGETS:
+        recipes = [comparison.recipe_of(entrant) for entrant in comparison.entrants]
+        folders = [
+            str(recipe.output_dir)
+            for recipe in recipes
+            if read_accepted(recipe.output_dir, budget, settings_of(recipe)) is None
+        ]
+        if folders:
+            log, arguments = comparison.out / f"engine-{budget}.log", [IN_ENGINE, str(budget), *folders]
+            yield Task(f"engine of budget {budget}", Path(__file__), arguments, environment, log)
+
+
+# An engine's process
+
+
+def measure_in_turn(budget: int, folders: Sequence[Path]) -> None:
+    recipe = read_recipe(folders[0])
+    requests, settings = make_requests(recipe), settings_of(recipe)
+    ways = [way for way in ways_of(recipe.eval.temperatures) if way.engine == budget]
+    with tempfile.TemporaryDirectory() as spool:
+        engine: CapturingEngine | None = None
+        for folder in folders:
+            checkpoint = RunFolders(folder).checkpoint(recipe.train.steps)
+            engine = begin_drafting(engine, recipe, Path(spool), Drafting(checkpoint, budget))
+            counts = {way: measure(engine, requests, recipe, way) for way in ways}
+            write_accepted(folder, budget, settings, counts)
+            print(
+                folder.name,
+                *(f"{way}: {each.length:.3f}" for way, each in counts.items()),
+                sep="  ",
+                flush=True,
+            )
+
+
+def make_requests(recipe: Recipe) -> list[Request]:
+    """With the seeds that `eval/measure.py` gives the same prompts."""
+    tokenizer = AutoTokenizer.from_pretrained(
+        resolve_model(recipe.target.model), revision=recipe.target.revision
+    )
+    prompts = render(load_suite(recipe.eval.suite, recipe.eval.num_prompts, None), tokenizer)
+    return [Request(prompt.token_ids, recipe.eval.seed + number) for number, prompt in enumerate(prompts)]
+
+
+def begin_drafting(
+    engine: CapturingEngine | None, recipe: Recipe, spool: Path, drafting: Drafting
+) -> CapturingEngine:
+    """A new engine, or this one with another drafter."""
+    if engine is None:
+        return CapturingEngine(recipe.target, recipe.serve, recipe.drafter.target_layer_ids, spool, drafting)
+    engine.swap(drafting.ckpt)
+    return engine
+
+
+def measure(engine: CapturingEngine, requests: Sequence[Request], recipe: Recipe, way: Way) -> Counts:
+    sampling = Sampling(temperature=way.temperature, max_tokens=recipe.eval.max_tokens)
+    return count(engine.answer(requests, sampling, lambda *_: None, is_chain=way.budget is None))
+
+
+# The result
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of an objective; a list has an item for each seed."""
+
+    trained: list[Trained]
+    counts: dict[Way, list[Counts]]
+
+    @property
+    def seconds(self) -> float:
+        return float(np.mean([each.seconds for each in self.trained]))
+
+
+def read_results(comparison: Comparison) -> dict[str, Result]:
+    """By objective, as they were named."""
+    recipes = {entrant: comparison.recipe_of(entrant) for entrant in comparison.entrants}
+    trained = {entrant: read_trained(recipe) for entrant, recipe in recipes.items()}
+    check_equal_tokens(trained)
+    accepted = {entrant: read_all_accepted(recipe) for entrant, recipe in recipes.items()}
+    results = {}
+    for objective in comparison.objectives:
+        own = [entrant for entrant in recipes if entrant.objective == objective]
+        ways = ways_of(recipes[own[0]].eval.temperatures)
+        counts = {way: [accepted[entrant][way] for entrant in own] for way in ways}
+        results[objective] = Result([trained[entrant] for entrant in own], counts)
+    return results
+
+
+def read_all_accepted(recipe: Recipe) -> dict[Way, Counts]:
+    found: dict[Way, Counts] = {}
+    for budget in BUDGETS:
+        of_engine = read_accepted(recipe.output_dir, budget, settings_of(recipe))
+        assert of_engine is not None, f"{recipe.output_dir} was not measured at budget {budget}"
+        found |= of_engine
+    return found
+
+
+def make_table(results: dict[str, Result]) -> Table:
+    """The largest length of a column is bold; below, what the others gain over the first."""
+    (first, base), *others = results.items()
+    ways = list(base.counts)
+    lengths = {name: [estimate(result.counts[way]) for way in ways] for name, result in results.items()}
+    most = [max(each[column].value for each in lengths.values()) for column in range(len(ways))]
+    table = Table("objective", *map(str, ways), "training", box=MARKDOWN)
+    for name, result in results.items():
+        cells = [
+            f"**{each.show()}**" if each.value == best else each.show()
+            for each, best in zip(lengths[name], most, strict=True)
+        ]
+        table.add_row(name, *cells, f"{result.seconds:,.0f} s")
+    for name, result in others:
+        gains = [estimate_gain(result.counts[way], base.counts[way]).show("+") for way in ways]
+        table.add_row(f"{name} - {first}", *gains, "")
+    return table
+
+
+def tell(results: dict[str, Result], comparison: Comparison) -> dict[str, Any]:
+    """For JSON: the table and all that it was made from."""
+    base = results[comparison.objectives[0]]
+    objectives = {
+        name: {
+            "trained": [asdict(each) for each in result.trained],
+            "accepted": {str(way): asdict(estimate(runs)) for way, runs in result.counts.items()},
+            "gained": {
+                str(way): asdict(estimate_gain(runs, base.counts[way])) for way, runs in result.counts.items()
+            },
+            "prompts": {str(way): list(map(tell_counts, runs)) for way, runs in result.counts.items()},
+        }
+        for name, result in results.items()
+    }
+    recipe = comparison.data_recipe()
+    return {
+        "device": describe_device(),
+        "compared_with": comparison.objectives[0],
+        "seeds": list(comparison.seeds),
+        "objectives": objectives,
+        "recipe": recipe.model_dump(mode="json"),
+        "provenance": provenance(),
+    }
+
+
+def describe_device() -> str:
+    return (
+        torch.cuda.get_device_name() if torch.cuda.is_available() else f"{len(os.sched_getaffinity(0))} cores"
+    )
+
+
+def describe(results: dict[str, Result], comparison: Comparison, jobs: int) -> str:
+    recipe, any_result = comparison.data_recipe(), next(iter(results.values()))
+    num_prompts = len(next(iter(any_result.counts.values()))[0].steps_N)
+    tokens = ", ".join(f"{trained.tokens:,}" for trained in any_result.trained)
+    of_seeds = "" if len(comparison.seeds) == 1 else " (in brackets: over seeds)"
+    seeds = ", ".join(map(str, comparison.seeds))
+    return (
+        f"{describe_device()}; seeds {seeds}; {recipe.train.steps:,} steps, {tokens} tokens each, {jobs}"
+        f" trainings at a time; acceptance length ± standard error over {num_prompts} held-out"
+        f" prompts{of_seeds}, answers of at most {recipe.eval.max_tokens} tokens"
+    )
+
+
+def main(
+    out: Annotated[Path, Option(help="Everything goes there, and is found there again.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="section.field=value")] = None,
+    steps: Annotated[int | None, Option(help="Of each training; left out: the recipe's.")] = None,
+    prompts: Annotated[
+        int | None, Option(help="That the shards are made of; left out: the recipe's.")
+    ] = None,
+    eval_prompts: Annotated[int, Option(help="Held-out prompts.")] = 256,
+    objectives: Annotated[
+        str, Option(help="The others are compared with the first; lk:eta=10 sets.")
+    ] = OBJECTIVES,
+    seeds: Annotated[str, Option(help="Of training, as 0,1,2; the table shows means.")] = "0",
+    jobs: Annotated[int, Option(min=1, help="Trainings or engines at a time.")] = 1,
+) -> None:
+    """Train a drafter for each objective, and compare what the engine accepts of them."""
+    sizes = {"train.steps": steps, "data.num_prompts": prompts, "eval.num_prompts": eval_prompts}
+    given = [f"{field}={value}" for field, value in sizes.items() if value is not None]
+    comparison = Comparison(
+        out.resolve(),
+        [*(overrides or []), *given],
+        split(objectives),
+        [read_seed(seed) for seed in split(seeds)],
+    )
+    console, progress = Console(width=WIDTH, highlight=False), Console(stderr=True, highlight=False)
+    say = clocked(progress.print)
+    check(comparison)
+    run_all([data_task(comparison)], 1, say)
+    run_all(list(training_tasks(comparison, jobs)), jobs, say)
+    run_all(list(measuring_tasks(comparison, jobs)), jobs, say)
+    results = read_results(comparison)
+    write_json(comparison.out / "comparison.json", tell(results, comparison))
+    console.print(describe(results, comparison, jobs), soft_wrap=True)
+    console.print(make_table(results))
+    progress.print(f"all of it: {comparison.out / 'comparison.json'}", soft_wrap=True)
+
+
+def split(text: str) -> list[str]:
+    """Each once."""
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def read_seed(text: str) -> int:
+    if not text.isdecimal():
+        raise UserError(f"--seeds: expected numbers as 0,1,2, found {text!r}")
+    return int(text)
+
+
+def check(comparison: Comparison) -> None:
+    """Raises UserError for every mistake that can be seen before anything starts."""
+    if not comparison.entrants:
+        raise UserError("expected an objective and a seed at least")
+    for entrant in comparison.entrants:
+        recipe = comparison.recipe_of(entrant)
+    check_against_target(recipe)
+    load_suite(recipe.eval.suite, recipe.eval.num_prompts, recipe.data)  # held out indeed
+
+
+def clocked(say: Callable[[str], None]) -> Callable[[str], None]:
+    since = time.monotonic()
+    return lambda line: say(f"{time.monotonic() - since:6.0f} s  {line}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [IN_ENGINE]:
+        run_command(lambda: measure_in_turn(int(sys.argv[2]), [Path(name) for name in sys.argv[3:]]))
+    else:
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        app.command()(main)
+        run_command(app)
