@@ -205,6 +205,8 @@ class Train(Section):
     zero_stage: Literal[0, 1, 2, 3] = 2
     offload_optimizer: bool = False
     activation_checkpointing: bool = False
+    compile: bool = True
+    """Fuse the drafter's elementwise work where there is a GPU."""
     optimizer: Optimizer = Optimizer()
     objective: Objective = Objective()
     save_every_steps: Positive = 500

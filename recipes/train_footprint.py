@@ -182,7 +182,8 @@ class Activations:
         Q, S = self.batch.block_rows, self.batch.context_rows
         queries, keys = query_size(self.drafter), key_size(self.drafter)
         norms = (2 * Q * D + Q * queries + (S + Q) * keys) * 2 * FP32  # each: its input and its quotient
-        inputs = Q * (2 * D + queries + 4 * F) * self.dtype_bytes  # of the matrix products, and SwiGLU's
+        products = 3 if self.recompute else 2  # gate and up, of which `train.pointwise` makes the third again
+        inputs = Q * (2 * D + queries + products * F) * self.dtype_bytes  # of the matrix products
         return norms + inputs + self._attention_bytes(kind)
 
     def _attention_bytes(self, kind: LayerType) -> int:

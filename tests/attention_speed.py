@@ -5,23 +5,29 @@
 TFLOP/s count what is seen: 4 x head dim x query heads operations for each pair of a query row and a key, and
 two and a half times as many for the backward pass.  FlexAttention (torch.nn.attention.flex_attention,
 compiled) gets its block mask beforehand and is measured only.  --sweep times other tiles of each kernel
-instead, in a layer that slides, and takes minutes to compile them.
+instead, in a layer that slides.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import compress
+from multiprocessing import get_context
+from unittest.mock import patch
 
 import torch
 import triton
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from tests.test_train_attention import FLAGSHIP, Case, Tensors, Way, draw, run, seeing
-from train import attention_kernels
-from train.attention_kernels import Tile
+from train import attention_launch
+from train.attention_launch import Tile, Tiles
 from train.blocks import Places, join_places, visible
 
-ROWS, KEYS, WARPS, STAGES = (64, 128), (32, 64, 128), (4, 8), (2, 3)
+ROWS, KEYS, WARPS, STAGES = (32, 64, 128), (64, 128), (4, 8), (1, 2, 3)
 FIELDS = "forward", "queries", "keys"
 
 
@@ -86,22 +92,41 @@ def other_tiles() -> Iterator[Tile]:
                 yield from (Tile(rows, keys, warps, stages) for stages in STAGES)
 
 
-def sweep(case: Case, field: str) -> None:
-    """One kernel's tiles, the others' as they are."""
-    inputs, way, table = draw(case), seeing(case.layout()), attention_kernels._TILES
-    ours = table[case.head_dim]
-    time = time_forward if field == "forward" else time_both
-    found = []
-    for tile in other_tiles():
-        table[case.head_dim] = replace(ours, **{field: tile})
+@contextmanager
+def tiled(field: str, tile: Tile) -> Iterator[None]:
+    """With one kernel's tile, the others' as they are."""
+    choose = attention_launch.choose_tiles
+
+    def choose_other(*given: object, **named: object) -> Tiles:
+        return replace(choose(*given, **named), **{field: tile})
+
+    with patch.object(attention_launch, "choose_tiles", choose_other):
+        yield
+
+
+def compile_tile(field: str, tile: Tile) -> bool:
+    """In a process of its own, into Triton's cache.  Whether it fits the GPU."""
+    case = FLAGSHIP[0]
+    with tiled(field, tile):
         try:
-            found.append((time(way, inputs), tile))
+            run(seeing(case.layout()), draw(case))
         except triton.runtime.errors.OutOfResources:
-            continue
-    table[case.head_dim] = ours
+            return False
+    return True
+
+
+def sweep(field: str) -> None:
+    case, tiles = FLAGSHIP[0], list(other_tiles())
+    inputs, way = draw(case), seeing(case.layout())
+    time = time_forward if field == "forward" else time_both
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        fits = list(pool.map(compile_tile, [field] * len(tiles), tiles))
+    found = []
+    for tile in compress(tiles, fits):
+        with tiled(field, tile):
+            found.append((time(way, inputs), tile))
     for milliseconds, tile in sorted(found, key=lambda each: each[0])[:8]:
-        mark = "  (ours)" if tile == getattr(ours, field) else ""
-        print(f"{field:8}  {milliseconds:8.3f} ms  {tile}{mark}", flush=True)
+        print(f"{field:8}  {milliseconds:8.3f} ms  {tile}", flush=True)
 
 
 def main() -> None:
@@ -110,7 +135,7 @@ def main() -> None:
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
     if "--sweep" in sys.argv[1:]:
         for field in FIELDS:
-            sweep(FLAGSHIP[0], field)
+            sweep(field)
         return
     print("layer              way            forward  TFLOP/s      both  TFLOP/s     (ms)")
     for case in FLAGSHIP:

@@ -1,13 +1,20 @@
 """A training step at the flagship's widths on one GPU: tokens a second, utilisation, memory, where time goes.
 
-    python tests/train_speed.py [--tokens 4096] [--anchors 512] [--cap-gib 47.5] [section.field=value ...]
+    python tests/train_speed.py [--tokens 4096] [--anchors 512] [--cap-gib 47.5] [--kernels]
+                                [section.field=value ...]
+    python tests/train_speed.py --sweep     lengths and numbers of anchors instead, a line for each
+    ... --tiny                              small widths, which a CPU takes too: whether all of it works
 
 Tap states and tokens are random, in host memory, read and packed beside the step as in training; weights are
 random.  Utilisation: the model's FLOPs (`count_flops`), recomputation left out, by the GPU's peak in bf16.
+Parts of a step: kernels of one more step under torch's profiler, each by what it was launched in.
 """
 
 import json
 import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -17,6 +24,9 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from data.shards import Sequence
 from recipes.footprint import count_drafter_parameters, key_size, query_size
@@ -31,9 +41,50 @@ from train.target_parts import TargetParts
 from train.zero import TORCH_DTYPES, start_engine
 
 FLAGSHIP = Path(__file__).parent.parent / "recipes" / "qwen36_dflash.yaml"
-HIDDEN, VOCABULARY = 5120, 248_320
 PEAK_TFLOPS = {"H200": 989.5, "H100": 989.5, "A100": 312.0, "A6000": 154.8}  # dense bf16, as NVIDIA says
 NUM_SEQUENCES = 3
+LEARNING_RATE = 1e-5
+
+
+@dataclass(frozen=True)
+class Scale:
+    hidden_size: int
+    vocab_size: int
+    overrides: tuple[str, ...]
+    """Of the flagship's recipe."""
+    sweep: tuple[tuple[int, int], ...]
+    """Tokens of a sequence and its anchors."""
+
+
+LARGE = Scale(
+    5120,
+    248_320,
+    (),
+    (
+        *((4096, anchors) for anchors in (64, 128, 256)),
+        *((tokens, 512) for tokens in (1024, 2048, 4096, 8192, 16384, 32768)),
+    ),
+)
+TINY = Scale(
+    48,
+    256,
+    (
+        "drafter.num_hidden_layers=2",
+        "drafter.layer_types=[sliding_attention, full_attention]",
+        "drafter.sliding_window=24",
+        "drafter.block_size=4",
+        "drafter.mask_token_id=7",
+        "drafter.intermediate_size=96",
+        "drafter.num_attention_heads=4",
+        "drafter.num_key_value_heads=2",
+        "drafter.head_dim=16",
+        "train.offload_optimizer=false",
+    ),
+    ((64, 8), (64, 16), (128, 16)),
+)
+
+
+# What is trained on
 
 
 @dataclass(frozen=True)
@@ -49,34 +100,48 @@ class RandomShards:
         return self.sequences[index]
 
 
-def make_shards(drafter: Drafter, tokens: int) -> RandomShards:
-    width = len(drafter.target_layer_ids) * HIDDEN
+def make_shards(scale: Scale, drafter: Drafter, tokens: int, device: torch.device) -> RandomShards:
+    """Made on the device, which is sooner done with it."""
+    width = len(drafter.target_layer_ids) * scale.hidden_size
     return RandomShards(
         [
             Sequence(
-                torch.randint(VOCABULARY, (tokens,), dtype=torch.int32),
+                torch.randint(scale.vocab_size, (tokens,), dtype=torch.int32),
                 torch.ones(tokens, dtype=torch.bool),
-                torch.randn(tokens - 1, width, dtype=torch.bfloat16),
+                torch.randn(tokens - 1, width, dtype=torch.bfloat16, device=device).cpu(),
             )
             for _ in range(NUM_SEQUENCES)
         ]
     )
 
 
-def count_flops(micro: MicroBatch, drafter: Drafter) -> float:
+def start(recipe: Recipe, scale: Scale, ranks: Ranks) -> Learner:
+    train = recipe.train
+    like = {"device": ranks.device, "dtype": TORCH_DTYPES[train.precision]}
+    embedding, head = (torch.randn(scale.vocab_size, scale.hidden_size, **like) * 0.02 for _ in range(2))
+    drafter = DFlashDrafter(recipe.drafter, scale.hidden_size)
+    drafter.recompute_layers = train.activation_checkpointing
+    drafter.fuse(train.compile)
+    return Learner(start_engine(drafter, train, ranks), TargetParts(embedding, head), train, ranks)
+
+
+# What a step computes
+
+
+def count_flops(micro: MicroBatch, drafter: Drafter, scale: Scale) -> float:
     """Multiply-adds count twice; of a matrix with weights to learn forward, and twice that backward.
 
     The frozen head costs its input's gradient alone, `fc` its weights' alone.  Attention counts the pairs
     that see each other (2 products forward, 4 backward); norms, rotations and the optimizer count nothing.
     """
-    batch = micro.batch
+    batch, hidden = micro.batch, scale.hidden_size
     rows, context, supervised = len(batch.input_ids_Q), len(batch.taps_SE), int(batch.supervised_AK.sum())
     queries, keys = query_size(drafter), key_size(drafter)
     of_row = 2 * queries + 2 * keys + 3 * drafter.intermediate_size
-    learnt = drafter.num_hidden_layers * HIDDEN * (rows * of_row + context * 2 * keys)
-    fc = context * len(drafter.target_layer_ids) * HIDDEN * HIDDEN
+    learnt = drafter.num_hidden_layers * hidden * (rows * of_row + context * 2 * keys)
+    fc = context * len(drafter.target_layer_ids) * hidden * hidden
     pairs = sum(count_pairs(micro, drafter, kind) for kind in drafter.layer_types)
-    return 6 * learnt + 4 * fc + 4 * supervised * HIDDEN * VOCABULARY + 12 * pairs * queries
+    return 6 * learnt + 4 * fc + 4 * supervised * hidden * scale.vocab_size + 12 * pairs * queries
 
 
 def count_pairs(micro: MicroBatch, drafter: Drafter, kind: str) -> int:
@@ -90,127 +155,269 @@ def count_pairs(micro: MicroBatch, drafter: Drafter, kind: str) -> int:
     return int((torch.minimum(anchors, reach) + own).sum())
 
 
-class Clock:
-    """Milliseconds on the GPU of calls that are wrapped, summed by name."""
-
-    def __init__(self) -> None:
-        self._spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
-
-    def wrap(self, owner: Any, attribute: str, name: str) -> None:
-        call = getattr(owner, attribute)
-
-        def timed(*given: Any, **named: Any) -> Any:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            try:
-                return call(*given, **named)
-            finally:
-                end.record()
-                self._spans.setdefault(name, []).append((start, end))
-
-        setattr(owner, attribute, timed)
-
-    def read(self) -> dict[str, float]:
-        torch.cuda.synchronize()
-        sums = {name: sum(a.elapsed_time(b) for a, b in spans) for name, spans in self._spans.items()}
-        self._spans.clear()
-        return sums
+# Steps by the clock
 
 
 @dataclass(frozen=True)
-class Measured:
+class Timed:
+    """A step, medians."""
+
     seconds: float
-    """A step; the median."""
-    tokens: int
-    flops: float
     wait_seconds: float
-    parts_ms: dict[str, float]
+    """Of these, until its data was there."""
+    allocated_gib: float
     reserved_gib: float
-    process_gib: float
+    """The most, both."""
 
 
-def measure(recipe: Recipe, ranks: Ranks, tokens: int, steps: int) -> Measured:
-    learner = start(recipe, ranks)
-    feed = Feed(make_shards(recipe.drafter, tokens), recipe.train, recipe.drafter, 0, 1, pins=True)  # type: ignore[arg-type]
-    clock = Clock()
-    clock.wrap(train_step, "take_step", "optimizer")
-    clock.wrap(Learner, "_score", "forward, the head's gradient with it")
-    seconds, waits, flops, parts = [], [], 0.0, {}
-    asked = time.perf_counter()
-    for number, micro_batches in enumerate(read_ahead(feed.read_step, range(steps))):
-        begun = time.perf_counter()
-        learner.learn(micro_batches, 1e-5)
-        torch.cuda.synchronize()
-        waits.append(begun - asked)
+def time_steps(learner: Learner, coming: Iterator[list[MicroBatch]], warm_ups: int, steps: int) -> Timed:
+    seconds, waits = [], []
+    for _ in range(warm_ups + steps):
+        asked = time.perf_counter()
+        micro_batches = next(coming)
+        waits.append(time.perf_counter() - asked)
+        learner.learn(micro_batches, LEARNING_RATE)
+        synchronize()
         seconds.append(time.perf_counter() - asked)
-        parts, asked = clock.read(), time.perf_counter()
-        if number == 0:
-            flops = sum(count_flops(micro, recipe.drafter) for micro in micro_batches)
-    return Measured(
-        median(seconds[2:]),
-        recipe.train.sequences_per_step * tokens,
-        flops,
-        median(waits[2:]),
-        parts,
-        torch.cuda.max_memory_reserved() / 2**30,
-        process_gib(),
-    )
+    return Timed(median(seconds[warm_ups:]), median(waits[warm_ups:]), *most_gib())
 
 
-def start(recipe: Recipe, ranks: Ranks) -> Learner:
-    dtype = TORCH_DTYPES[recipe.train.precision]
-    like = {"device": ranks.device, "dtype": dtype}
-    embedding, head = (torch.randn(VOCABULARY, HIDDEN, **like) * 0.02 for _ in range(2))
-    drafter = DFlashDrafter(recipe.drafter, HIDDEN)
-    drafter.recompute_layers = recipe.train.activation_checkpointing
-    return Learner(
-        start_engine(drafter, recipe.train, ranks), TargetParts(embedding, head), recipe.train, ranks
-    )
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def most_gib() -> tuple[float, float]:
+    """Allocated, and reserved for it."""
+    if not torch.cuda.is_available():
+        return 0.0, 0.0
+    return torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
 
 
 def process_gib() -> float:
     """Of the GPU, by everything of this process."""
+    if not torch.cuda.is_available():
+        return 0.0
     free, total = torch.cuda.mem_get_info()
     return (total - free) / 2**30
 
 
-def main(
+# Where a step's time goes
+
+ATTENTION, LAYERS, FC, HEAD, OPTIMIZER, OTHER = (
+    "attention",
+    "the layers but attention",
+    "fc",
+    "head",
+    "optimizer",
+    "other: copies, sums of gradients",
+)
+ATTENTION_CALLS = "_KernelAttention", "scaled_dot_product", "ScaledDotProduct"  # the latter on a CPU
+DRAFTER_RANGE, OPTIMIZER_RANGE = "the drafter's forward pass", "the optimizer's step"
+
+
+@dataclass(frozen=True)
+class Spent:
+    """By a kernel; on a CPU, by an operator itself."""
+
+    name: str
+    ms: float
+    part: str
+
+
+def profile_step(learner: Learner, micro_batches: list[MicroBatch]) -> list[Spent]:
+    on_gpu = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    drafter, optimizer = (DFlashDrafter, "forward", DRAFTER_RANGE), (train_step, "take_step", OPTIMIZER_RANGE)
+    with named(*drafter), named(*optimizer), profile(activities=activities, record_shapes=True) as profiler:
+        learner.learn(micro_batches, LEARNING_RATE)
+        synchronize()
+    taps_width = micro_batches[0].batch.taps_SE.shape[1]
+    return list(attribute(profiler.events(), taps_width, on_gpu))
+
+
+@contextmanager
+def named(owner: Any, attribute: str, name: str) -> Iterator[None]:
+    """A range of the profiler for each call."""
+    call = getattr(owner, attribute)
+
+    def in_range(*given: Any, **also_given: Any) -> Any:
+        with record_function(name):
+            return call(*given, **also_given)
+
+    setattr(owner, attribute, in_range)
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, call)
+
+
+def attribute(events: Iterable[FunctionEvent], taps_width: int, on_gpu: bool) -> Iterator[Spent]:
+    """Kernels hang from the operator that launched them; what hangs from none is OTHER."""
+    on_device: Counter[tuple[str, float]] = Counter()  # name and microseconds
+    claimed: Counter[tuple[str, float]] = Counter()
+    for event in events:
+        if event.is_user_annotation:  # which a GPU's timeline repeats
+            continue
+        if event.device_type != DeviceType.CPU:
+            on_device[event.name, event.time_range.elapsed_us()] += 1
+            continue
+        part = part_of(event, taps_width)
+        if not on_gpu:
+            yield Spent(event.name, event.self_cpu_time_total / 1e3, part)
+        for kernel in event.kernels:
+            claimed[kernel.name, kernel.duration] += 1
+            yield Spent(kernel.name, kernel.duration / 1e3, part)
+    yield from (Spent(name, us / 1e3, OTHER) for name, us in (on_device - claimed).elements())
+
+
+def part_of(event: FunctionEvent, taps_width: int) -> str:
+    """By the operator's name and shapes, and by those it was called in: autograd's are named too."""
+    callers = [each.name for each in with_callers(event)]
+
+    def within(name: str) -> bool:
+        return any(name in caller for caller in callers)
+
+    if any(map(within, ATTENTION_CALLS)):
+        return ATTENTION
+    if within("_FrozenHead"):
+        return HEAD
+    if within(OPTIMIZER_RANGE):
+        return OPTIMIZER
+    if event.name == "aten::mm" and any(taps_width in shape for shape in event.input_shapes):
+        return FC
+    if within("AccumulateGrad"):  # DeepSpeed's sums and buckets
+        return OTHER
+    return LAYERS if within(DRAFTER_RANGE) or within("evaluate_function") else OTHER
+
+
+def with_callers(event: FunctionEvent | None) -> Iterator[FunctionEvent]:
+    while event is not None:
+        yield event
+        event = event.cpu_parent
+
+
+def split_step(timed: Timed, spent: Iterable[Spent]) -> dict[str, float]:
+    """Milliseconds by part, which add up to the step; kernels beside others count against `no kernel`."""
+    parts = dict.fromkeys((ATTENTION, LAYERS, FC, HEAD, OPTIMIZER, OTHER), 0.0)
+    for each in spent:
+        parts[each.part] += each.ms
+    parts["waiting for data"] = timed.wait_seconds * 1e3
+    return parts | {"no kernel": timed.seconds * 1e3 - sum(parts.values())}
+
+
+# What is shown
+
+
+def measure(
+    learner: Learner, recipe: Recipe, scale: Scale, tokens: int, steps: int, lists_kernels: bool
+) -> None:
+    """Prints a table, and a line of JSON."""
+    shards = make_shards(scale, recipe.drafter, tokens, learner.ranks.device)
+    coming = feed(shards, recipe, range(steps + 3))
+    timed = time_steps(learner, coming, 2, steps)
+    micro_batches = next(coming)
+    spent = profile_step(learner, micro_batches)
+    flops = sum(count_flops(micro, recipe.drafter, scale) for micro in micro_batches)
+    told = tell(timed, recipe, scale, tokens, flops)
+    parts = split_step(timed, spent)
+    show(["", ""], told.items())
+    show(["ms", "of a step"], ((f"{ms:,.1f}", part) for part, ms in parts.items()))
+    if lists_kernels:
+        show(["ms", "calls", "kernel"], longest_kernels(spent))
+    print(json.dumps({"device": device_name(), **told, "parts_ms": parts}))
+
+
+def feed(shards: RandomShards, recipe: Recipe, steps: range) -> Iterator[list[MicroBatch]]:
+    pins = torch.cuda.is_available()
+    reader = Feed(shards, recipe.train, recipe.drafter, 0, 1, pins=pins)  # type: ignore[arg-type]
+    return read_ahead(reader.read_step, steps)
+
+
+def tell(timed: Timed, recipe: Recipe, scale: Scale, tokens: int, flops: float) -> dict[str, str]:
+    name = device_name()
+    peak = next((rate for part, rate in PEAK_TFLOPS.items() if part in name), None)
+    rate = flops / timed.seconds / 1e12
+    used = "" if peak is None else f", {rate / peak:.1%} of {peak:g}"
+    parameters = count_drafter_parameters(recipe.drafter, scale.hidden_size)
+    return {
+        "parameters": f"{parameters / 1e6:,.0f} M",
+        "step": f"{timed.seconds * 1e3:,.0f} ms",
+        "tokens a second": f"{recipe.train.sequences_per_step * tokens / timed.seconds:,.0f}",
+        "TFLOP/s": f"{rate:,.0f}{used}",
+        "memory": (
+            f"{timed.allocated_gib:.1f} GiB allocated and {timed.reserved_gib:.1f} reserved at most,"
+            f" {process_gib():.1f} the process"
+        ),
+    }
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def longest_kernels(spent: Iterable[Spent], most: int = 10) -> list[tuple[str, str, str]]:
+    ms, calls = Counter(), Counter()
+    for each in spent:
+        ms[each.name] += each.ms
+        calls[each.name] += 1
+    return [(f"{total:,.1f}", str(calls[name]), name[:60]) for name, total in ms.most_common(most)]
+
+
+SWEEP = ["tokens", "anchors", "ms a step", "tokens/s", "us a token", "us a block row", "peak GiB"]
+
+
+def sweep(learner: Learner, scale: Scale, load: Callable[[int], Recipe]) -> None:
+    """A line for each length and number of anchors; microseconds are per context token and per block row."""
+    lines = []
+    for tokens, anchors in scale.sweep:
+        recipe = load(anchors)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        shards = make_shards(scale, recipe.drafter, tokens, learner.ranks.device)
+        timed = time_steps(learner, feed(shards, recipe, range(3)), 1, 2)
+        sequences, block_size = recipe.train.sequences_per_step, recipe.drafter.block_size
+        context, rows = sequences * tokens, sequences * anchors * block_size
+        us = timed.seconds * 1e6
+        numbers = f"{us / 1e3:,.0f}", f"{1e6 * context / us:,.0f}", f"{us / context:.2f}", f"{us / rows:.2f}"
+        lines.append((f"{tokens:,}", str(anchors), *numbers, f"{timed.allocated_gib:.1f}"))
+    show(SWEEP, lines)
+
+
+def show(titles: list[str], lines: Iterable[tuple[str, ...]]) -> None:
+    table = Table(*titles, show_header=any(titles), box=None)
+    for line in lines:
+        table.add_row(*line)
+    Console(width=110).print(table)
+
+
+def main(  # noqa: PLR0913, PLR0917
     overrides: Annotated[list[str] | None, typer.Argument(metavar="section.field=value")] = None,
     tokens: int = 4096,
     anchors: int = 512,
     sequences: Annotated[int, typer.Option(help="Of a step.")] = 4,
     steps: Annotated[int, typer.Option(help="Timed after two more.")] = 6,
     cap_gib: Annotated[float | None, typer.Option(help="Memory that torch may take.")] = None,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Also the ten that take longest.")] = False,
+    sweep_all: Annotated[bool, typer.Option("--sweep", help="Lengths and numbers of anchors.")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Small widths.")] = False,
 ) -> None:
-    """Prints a table, and a line of JSON."""
-    own = [f"train.num_anchors={anchors}", f"train.sequences_per_step={sequences}"]
-    recipe = load_recipe(FLAGSHIP, [*own, *(overrides or [])])
+    scale = TINY if tiny else LARGE
+
+    def load(num_anchors: int) -> Recipe:
+        own = [f"train.num_anchors={num_anchors}", f"train.sequences_per_step={sequences}"]
+        return load_recipe(FLAGSHIP, [*scale.overrides, *own, *(overrides or [])])
+
     if cap_gib is not None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(cap_gib * 2**30 / total)
     with joined_ranks() as ranks:
-        measured = measure(recipe, ranks, tokens, steps + 2)
-    show(measured, recipe)
-
-
-def show(measured: Measured, recipe: Recipe) -> None:
-    name = torch.cuda.get_device_name()
-    peak = next((rate for part, rate in PEAK_TFLOPS.items() if part in name), None)
-    rate = measured.flops / measured.seconds / 1e12
-    used = "" if peak is None else f", {rate / peak:.1%} of {peak:g}"
-    told = {
-        "parameters": f"{count_drafter_parameters(recipe.drafter, HIDDEN) / 1e6:,.0f} M",
-        "step": f"{measured.seconds * 1e3:,.0f} ms, {measured.wait_seconds * 1e3:,.1f} waiting for data",
-        "tokens a second": f"{measured.tokens / measured.seconds:,.0f}",
-        "TFLOP/s": f"{rate:,.0f}{used}",
-        **{name: f"{ms:,.0f} ms" for name, ms in measured.parts_ms.items()},
-        "memory": f"{measured.reserved_gib:.1f} GiB reserved at most, {measured.process_gib:.1f} the process",
-    }
-    table = Table(show_header=False, box=None)
-    for what, text in told.items():
-        table.add_row(what, text)
-    Console(width=110).print(table)
-    print(json.dumps({"device": name, **told}))
+        learner = start(load(anchors), scale, ranks)
+        if sweep_all:
+            sweep(learner, scale, load)
+        else:
+            measure(learner, load(anchors), scale, tokens, steps, kernels)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from train import tiles
-from train.attention_kernels import Pair, attend_backward, attend_forward
+from train.attention_launch import Pair, attend_backward, attend_forward
 from train.layout import Layout
 from train.tiles import Tiling
 

@@ -195,6 +195,7 @@ def start_learner(recipe: Recipe, ranks: Ranks, init: Init | None = None) -> Lea
     torch.manual_seed(recipe.train.seed)
     drafter = DFlashDrafter(recipe.drafter, hidden_size=parts.embedding_VD.shape[1])
     drafter.recompute_layers = recipe.train.activation_checkpointing
+    drafter.fuse(recipe.train.compile)
     if init is not None:
         init.load_into(drafter)
     if recipe.train.lora is not None:
