@@ -64,6 +64,12 @@ def bucket_bytes(train: Train, num_parameters: int) -> int:
     return (BUCKET_ELEMENTS + min(BUCKET_ELEMENTS, num_parameters)) * gradient + gathered
 
 
+def step_bytes(train: Train, num_parameters: int, ranks: int) -> float:
+    """The rank's gradients once more, in one piece: of ZeRO-1 and -2 at the optimizer step."""
+    is_copied = train.zero_stage in {1, 2} and not train.offload_optimizer
+    return FP32 * num_parameters / ranks if is_copied else 0
+
+
 def saved_bytes(train: Train) -> tuple[int, int]:
     """Of a parameter on the disk: in a published checkpoint, and in the state that resuming needs."""
     return 2, DTYPE_BYTES[train.precision] + 3 * FP32
@@ -146,9 +152,10 @@ def worst_batch(train: Train, block_size: int, num_tokens: int) -> WorstBatch:
 class Activations:
     """What the trainer holds at the peak of the worst batch's backward pass, parameters left out.
 
-    Assumed: norms keep fp32 copies.  On a GPU attention keeps what it reads and writes (`train.attention`).
-    On a CPU it copies each tile's keys and values in fp32 for every query head, as torch's math path does, to
-    which a boolean mask with grouped heads may fall back; a fused one takes less.
+    Assumed: on a GPU norms and attention keep what they read and write (`train.pointwise`,
+    `train.attention`).  On a CPU norms keep fp32 copies, and attention copies each tile's keys and values in
+    fp32 for every query head, as torch's math path does, to which a boolean mask with grouped heads may fall
+    back; a fused one takes less.
     """
 
     drafter: Drafter
@@ -174,14 +181,19 @@ class Activations:
         D, S, Q = self.hidden_size, self.batch.context_rows, self.batch.block_rows
         masks = sum(stack.tiles * stack.rows * stack.keys for stack in self._all_stacks())
         taps = S * tap_bytes(self.drafter, D, self.dtype_bytes)
-        return taps + masks + S * D * (self.dtype_bytes + 2 * FP32) + Q * D * self.dtype_bytes
+        return taps + masks + S * D * (self.dtype_bytes + self._norm_bytes()) + Q * D * self.dtype_bytes
+
+    def _norm_bytes(self) -> int:
+        """What a norm keeps of an element: its input, or that and its quotient in fp32."""
+        return self.dtype_bytes if self.on_gpu else 2 * FP32
 
     def _layer_bytes(self, kind: LayerType) -> int:
         """What one layer keeps for its backward pass."""
         D, F = self.hidden_size, self.drafter.intermediate_size
         Q, S = self.batch.block_rows, self.batch.context_rows
         queries, keys = query_size(self.drafter), key_size(self.drafter)
-        norms = (2 * Q * D + Q * queries + (S + Q) * keys) * 2 * FP32  # each: its input and its quotient
+        residuals = 1 if self.on_gpu else 2  # the first norm reads the layer's input
+        norms = (residuals * Q * D + Q * queries + (S + Q) * keys) * self._norm_bytes()
         products = 3 if self.recompute else 2  # gate and up, of which `train.pointwise` makes the third again
         inputs = Q * (2 * D + queries + products * F) * self.dtype_bytes  # of the matrix products
         return norms + inputs + self._attention_bytes(kind)
@@ -205,7 +217,7 @@ class Activations:
     def _loss_bytes(self) -> int:
         """The final norm's copies, the supervised rows with their gradients, and the head's."""
         D, Q, R, b = self.hidden_size, self.batch.block_rows, self.batch.supervised_rows, self.dtype_bytes
-        return Q * D * (2 * FP32 + 2 * b) + 2 * R * D * b + self._head_bytes()
+        return Q * D * (self._norm_bytes() + 2 * b) + 2 * R * D * b + self._head_bytes()
 
     def _head_bytes(self) -> int:
         """A chunk of logits, which on a CPU is worked on in fp32, or of two, and the final states."""

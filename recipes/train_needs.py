@@ -14,7 +14,7 @@ from recipes.job import (
     millions,
 )
 from recipes.serve_needs import asleep_on_gpu, asleep_on_host
-from recipes.train_footprint import Activations, bucket_bytes, worst_batch, zero_bytes
+from recipes.train_footprint import Activations, bucket_bytes, step_bytes, worst_batch, zero_bytes
 
 
 def _trainer_rows(job: Job) -> Iterator[Row]:
@@ -34,7 +34,12 @@ def _trainer_rows(job: Job) -> Iterator[Row]:
     if buckets:
         words = "a bucket of 5e8 gradients and its copy" + ", gathered weights" * (train.zero_stage == 3)
         yield Row("DeepSpeed's buffers", words, buckets)
-    yield _activations(job)
+    activations = _activations(job)
+    yield activations
+    beyond = step_bytes(train, parameters, ranks) - buckets - activations.num_bytes
+    if beyond > 0:
+        words = f"{millions(parameters)} x {FP32} / {ranks} ranks bytes, while buffers and activations rest"
+        yield Row("gradients in one piece, at the step", words, beyond)
 
 
 def _activations(job: Job) -> Row:

@@ -1,6 +1,6 @@
 """The trainer's attention at the flagship's sizes on a GPU: kernels, tiles and FlexAttention, timed.
 
-    python -m tests.attention_speed [--sweep]
+    python tests/attention_speed.py [--sweep]
 
 TFLOP/s count what is seen: 4 x head dim x query heads operations for each pair of a query row and a key, and
 two and a half times as many for the backward pass.  FlexAttention (torch.nn.attention.flex_attention,
@@ -16,13 +16,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import compress
 from multiprocessing import get_context
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import triton
+from test_train_attention import FLAGSHIP, Case, Tensors, Way, draw, run, seeing
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from tests.test_train_attention import FLAGSHIP, Case, Tensors, Way, draw, run, seeing
 from train import attention_launch
 from train.attention_launch import Tile, Tiles
 from train.blocks import Places, join_places, visible
@@ -97,7 +98,7 @@ def tiled(field: str, tile: Tile) -> Iterator[None]:
     """With one kernel's tile, the others' as they are."""
     choose = attention_launch.choose_tiles
 
-    def choose_other(*given: object, **named: object) -> Tiles:
+    def choose_other(*given: Any, **named: Any) -> Tiles:
         return replace(choose(*given, **named), **{field: tile})
 
     with patch.object(attention_launch, "choose_tiles", choose_other):

@@ -41,7 +41,7 @@ REPOSITORY = Path(__file__).parent.parent
 FLAGSHIP = REPOSITORY / "recipes" / "qwen36_dflash.yaml"
 DECODINGS = ("plain", "trees")
 GRAPH_SIZES = [1, 32, 512]
-SHARDS = 2
+SHARDS = 4
 ANSWER = "answer:"  # before each line of an engine's that is one
 
 
@@ -56,7 +56,7 @@ class Work:
 
     @property
     def of_shard(self) -> int:
-        return 3 * self.requests
+        return 2 * self.requests
 
 
 def read_recipe(folder: Path, work: Work) -> Recipe:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import weakref
 from dataclasses import replace
+from functools import partial
+from itertools import compress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import Function
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,7 +53,7 @@ from recipes.train_footprint import Activations, WorstBatch, saved_bytes, worst_
 from serve import engine
 from serve.tree_gdn_commit_kernels import allocate_kept
 from tests.small_training import DRAFTER, HIDDEN, TAPS_SIZE, make_sequence, write_target
-from train import attention, head, saving, tiles
+from train import attention, head, pointwise, saving, tiles
 from train.batches import worst_case_batch
 from train.drafter import DFlashDrafter
 from train.head import find_rows
@@ -393,6 +396,25 @@ def make_columns(logits_RV, *_inputs):
     )
 
 
+class Fused(Function):
+    """A function of `train.pointwise` as compiled: nothing between its inputs and outputs is kept."""
+
+    @staticmethod
+    def forward(ctx, function, *given):
+        ctx.are_tensors = [isinstance(each, torch.Tensor) for each in given]
+        ctx.save_for_backward(*compress(given, ctx.are_tensors))
+        return function(*given)
+
+    @staticmethod
+    def backward(ctx, *_gradients):
+        saved = iter(ctx.saved_tensors)
+        return None, *(torch.empty_like(next(saved)) if is_tensor else None for is_tensor in ctx.are_tensors)
+
+
+def choose_fused(function, *_):
+    return partial(Fused.apply, function)
+
+
 HEAD_ON_GPU = SimpleNamespace(
     read_rows=make_columns,
     compare_rows=make_columns,
@@ -424,6 +446,7 @@ def test_the_estimate_of_activations_bounds_the_real_peak_closely(
     if on_gpu:
         monkeypatch.setattr(head, "CHUNK_LOGITS", {"cpu": head.CHUNK_LOGITS["cuda"]})
         monkeypatch.setattr("train.objective.arithmetic_on", lambda device: HEAD_ON_GPU)
+        monkeypatch.setattr(pointwise, "choose", choose_fused)
     monkeypatch.setattr(torch.nn.init, "normal_", lambda weight, std: weight)
     job = plan_of(path, *overrides)
     drafter, train, hidden_size = job.recipe.drafter, job.recipe.train, job.target.hidden_size
@@ -437,6 +460,22 @@ def test_the_estimate_of_activations_bounds_the_real_peak_closely(
         drafter, hidden_size, vocab_size, real, views, objective=objective, recompute=recompute
     )
     assert 0.97 * measured < estimate < 1.25 * measured
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reserved_gib"),
+    [
+        ([], 40.2),  # the step's
+        (["train.offload_optimizer=true"], 20.9),
+    ],
+)
+def test_the_flagships_training_on_one_gpu_takes_what_was_measured(overrides, reserved_gib):
+    """H200, 2026-11-30, `tests/train_speed.py`; LOG.md."""
+    one_gpu = ["hardware.gpus=1", "serve.tensor_parallel_size=1", "train.activation_checkpointing=true"]
+    job = plan_of(FLAGSHIP, *overrides, *one_gpu)
+    (phase,) = (phase for phase in plan_phases(job) if phase.name.startswith("train: memory of each"))
+    planned = sum(row.num_bytes for row in phase.rows if not row.what.startswith("CUDA"))
+    assert planned / 2**30 == pytest.approx(reserved_gib, rel=0.1)
 
 
 ZERO = [
@@ -488,8 +527,8 @@ def test_the_flagship_is_what_the_design_says(flagship):
     rows = {row.what: row.gib for row in (*serving.rows, *training.rows)}
     assert rows["target"] == pytest.approx(target * 2 / 2 / GIB)
     assert rows["target"] == pytest.approx(25.5, abs=0.05)
-    # weights, and fp32 gradients divided by two ranks; the optimizer is in host memory
-    assert rows["drafter, gradients, masters, moments"] == pytest.approx(drafter * (2 + 4 / 2) / GIB)
+    # weights; fp32 gradients, masters and two moments divided by two ranks
+    assert rows["drafter, gradients, masters, moments"] == pytest.approx(drafter * (2 + 16 / 2) / GIB)
     assert serving.fits
     assert training.fits
     assert serving.need_gib + training.need_gib > flagship.recipe.hardware.gpu_gib  # so they take turns
@@ -601,10 +640,11 @@ def test_a_proposed_bound_is_the_last_that_fits():
 
 
 def test_settings_are_proposed_together_where_none_does_alone():
-    overrides = ["hardware.gpu_gib=16", "train.zero_stage=1", "train.offload_optimizer=false"]
+    overrides = ["hardware.gpu_gib=14", "train.zero_stage=1"]
     job = plan_of(FLAGSHIP, *overrides)
     (first, *_) = propose(job, phase_of(job, "train: memory of each GPU"))
-    switches = "train.zero_stage=3 train.offload_optimizer=true rounds.handover=stop"
+    fitting = ["zero_stage=3", "offload_optimizer=true", "activation_checkpointing=true"]
+    switches = " ".join([*(f"train.{each}" for each in fitting), "rounds.handover=stop"])
     assert first.startswith(f"{switches} train.num_anchors <= ")
 
 
