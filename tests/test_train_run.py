@@ -1,6 +1,7 @@
 """Whole trainings in processes of their own: killed and resumed, on two ranks, through the launcher."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -173,16 +174,16 @@ def test_two_ranks_give_the_losses_of_one(on_two_ranks, straight):
         assert curve(on_two_ranks, tag) == pytest.approx(curve(straight, tag), rel=1e-5)
 
 
-def test_a_state_of_two_ranks_is_refused_by_one_with_what_to_do(on_two_ranks):
-    longer = on_two_ranks.model_copy(
-        update={"train": on_two_ranks.train.model_copy(update={"steps": STEPS + 1})}
+def test_a_state_of_two_ranks_is_taken_over_by_one(on_two_ranks, tmp_path):
+    """The bits are test_train_ranks_change.py's."""
+    shutil.copytree(on_two_ranks.output_dir, tmp_path / "longer", symlinks=True)
+    longer = on_two_ranks.train.model_copy(update={"steps": STEPS + 1})
+    (output,) = finish(
+        spawn(on_two_ranks.model_copy(update={"output_dir": tmp_path / "longer", "train": longer}))
     )
-    process = spawn(longer)
-    output = process.communicate(timeout=LIMIT_S)[0]
-    assert process.returncode == 2, output
-    assert "written by 2 ranks, this run has 1: start it with `deepspeed --num_gpus 2`" in " ".join(
-        output.split()
-    )
+    assert f"state/step-{STEPS}: state of 2 ranks taken over by 1 rank" in output
+    assert f"step {STEPS}/" not in output
+    assert f"step {STEPS + 1}/{STEPS + 1}" in output
 
 
 def test_a_mistake_under_the_launcher_ends_all_ranks_with_exit_code_2(tmp_path):

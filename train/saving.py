@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+from rich.console import Console
 from safetensors import SafetensorError
 
 from recipes.errors import MachineError
@@ -16,6 +17,7 @@ from recipes.schema import Recipe
 from serve.drafter_config import expected_tensors
 from train.checkpoint import point_latest_at, prune, publish, published_steps, settle
 from train.ranks import Ranks
+from train.reshard import take_over_state
 from train.resume import (
     STATE_MANIFEST_NAME,
     Progress,
@@ -56,8 +58,18 @@ class Saver:
     def _load(self, engine: deepspeed.DeepSpeedEngine, folder: Path) -> Progress:
         state = read_manifest(folder / STATE_MANIFEST_NAME, StateManifest)
         check_same_run(state, self._describe(state.progress), folder)
-        load_state(engine, folder)
+        if state.world_size == self.ranks.world_size:
+            load_state(engine, folder)
+        else:
+            take_over_state(engine, folder, state.world_size, self.ranks)
+            self._say_taken_over(folder, state.world_size)
         return state.progress
+
+    def _say_taken_over(self, folder: Path, num_writers: int) -> None:
+        if self.ranks.is_main:
+            was, now = (f"{count} rank" + "s" * (count > 1) for count in (num_writers, self.ranks.world_size))
+            console = Console(soft_wrap=True, highlight=False, markup=False)
+            console.print(f"{folder}: state of {was} taken over by {now}")
 
     def _finish_killed_save(self, step: int | None) -> None:
         """What it did not come to, once its pair was there; or what it left of a pair that was not."""

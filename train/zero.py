@@ -1,4 +1,4 @@
-"""DeepSpeed around the drafter: the only module that knows its keys.
+"""DeepSpeed around the drafter: the only module that knows its keys, save those of its files (`reshard`).
 
 The loop owns accumulation and schedule: it calls `engine.backward` for each micro-batch with a loss that is
 already a share of the step's, then `take_step` with that step's learning rate.
@@ -91,7 +91,7 @@ def save_state(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
 
 
 def load_state(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
-    """The reverse, with as many ranks and the same ZeRO settings; all ranks call it."""
+    """The reverse, with as many ranks (else `train.reshard`) and the same ZeRO settings; all call it."""
     path, _ = engine.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=False)
     assert path is not None, f"DeepSpeed found no state in {folder}"
 
