@@ -2,28 +2,22 @@
 
 import numpy as np
 import pytest
-from compare_objectives import (
+from compare_objectives import Comparison, Entrant, Result, check_equal_tokens, claim, make_table, split
+from drafters import tiny_recipe
+from objective_scores import (
     BUDGETS,
-    Comparison,
     Counts,
-    Entrant,
-    Result,
     Trained,
     Way,
-    check_equal_tokens,
-    claim,
     count,
     estimate,
     estimate_gain,
-    make_table,
     read_accepted,
     settings_of,
-    split,
     sum_seconds,
     ways_of,
     write_accepted,
 )
-from drafters import tiny_recipe
 
 from eval.acceptance import count_acceptance
 from recipes.errors import MachineError, UserError
