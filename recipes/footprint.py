@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes.errors import UserError
-from recipes.schema import Drafter
+from recipes.schema import Drafter, Lora
 
 GIB = 2**30
 FP32 = 4
@@ -210,6 +210,21 @@ def count_drafter_parameters(drafter: Drafter, hidden_size: int) -> int:
     attention = hidden_size * (2 * queries + 2 * keys) + 2 * drafter.head_dim
     layer = attention + 3 * hidden_size * drafter.intermediate_size + 2 * hidden_size
     return drafter.num_hidden_layers * layer + _projection_size(drafter, hidden_size) + 2 * hidden_size
+
+
+def count_adapter_parameters(drafter: Drafter, hidden_size: int, lora: Lora) -> int:
+    """What is trained of a drafter with low-rank adapters: two matrices beside each of their targets."""
+    queries, keys, between = query_size(drafter), key_size(drafter), drafter.intermediate_size
+    widths = {  # of a projection's input and output together
+        "q_proj": hidden_size + queries,
+        "k_proj": hidden_size + keys,
+        "v_proj": hidden_size + keys,
+        "o_proj": queries + hidden_size,
+        "gate_proj": hidden_size + between,
+        "up_proj": hidden_size + between,
+        "down_proj": between + hidden_size,
+    }
+    return drafter.num_hidden_layers * lora.rank * sum(widths[target] for target in lora.targets)
 
 
 def served_drafter_bytes(drafter: Drafter, hidden_size: int, dtype_bytes: int, ranks: int) -> int:

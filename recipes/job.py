@@ -12,6 +12,7 @@ from recipes.footprint import (
     GIB,
     SERVED_NODES,
     Target,
+    count_adapter_parameters,
     count_drafter_parameters,
     tap_bytes,
 )
@@ -98,6 +99,19 @@ class Job:
     def num_parameters(self) -> int:
         """Of the drafter."""
         return count_drafter_parameters(self.recipe.drafter, self.target.hidden_size)
+
+    @property
+    def num_trained(self) -> int:
+        """Of these, or of adapters beside them."""
+        lora = self.recipe.train.lora
+        if lora is None:
+            return self.num_parameters
+        return count_adapter_parameters(self.recipe.drafter, self.target.hidden_size, lora)
+
+    @property
+    def num_frozen(self) -> int:
+        """Of the drafter, where adapters are trained in its place."""
+        return self.num_parameters if self.recipe.train.lora else 0
 
     @property
     def train_ranks(self) -> int:

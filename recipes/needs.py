@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from recipes.footprint import SEQUENCE_BYTES
+from recipes.footprint import DTYPE_BYTES, SEQUENCE_BYTES
 from recipes.job import (
     Job,
     Phase,
@@ -81,8 +81,14 @@ def _disk_rows(job: Job) -> Iterator[Row]:
     counted = f"{keep} kept + 1 being written" + " + 1 that drafts" * drafting
     words = f"({counted}) x {millions(parameters)} x {published} bytes"
     yield Row("checkpoints", words, (keep + 1 + drafting) * parameters * published)
-    words = f"(1 + 1 being written) x {millions(parameters)} x {state} bytes (weights, masters, 2 moments)"
-    yield Row("optimizer state", words, 2 * parameters * state)
+    words = (
+        f"(1 + 1 being written) x {millions(job.num_trained)} x {state} bytes (weights, masters, 2 moments)"
+    )
+    yield Row("optimizer state", words, 2 * job.num_trained * state)
+    if job.num_frozen:
+        weight = DTYPE_BYTES[recipe.train.precision]
+        words = f"(1 + 1 being written) x {millions(job.num_frozen)} x {weight} bytes"
+        yield Row("frozen weights in it", words, 2 * job.num_frozen * weight)
     if job.is_fetched:
         count = job.target.count_published_parameters()
         words = f"{millions(count)} x {job.dtype_bytes} bytes, in the hub's cache"

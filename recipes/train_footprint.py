@@ -54,14 +54,17 @@ def zero_bytes(train: Train) -> ZeroBytes:
     return by_stage[stage, train.offload_optimizer and stage > 0]
 
 
-def bucket_bytes(train: Train, num_parameters: int) -> int:
-    """What DeepSpeed reduces gradients in, a copy of what it holds, and at stage 3 the gathered weights."""
+def bucket_bytes(train: Train, num_trained: int, num_parameters: int) -> int:
+    """What DeepSpeed reduces gradients in, a copy of what it holds, and at stage 3 the gathered weights.
+
+    num_trained: parameters with gradients.
+    """
     if train.zero_stage == 0 or (train.zero_stage == 1 and not train.offload_optimizer):
         return 0
     weight = DTYPE_BYTES[train.precision]
     gradient = FP32 if train.zero_stage == 1 else weight
     gathered = min(GATHERED_ELEMENTS, num_parameters) * weight if train.zero_stage == 3 else 0
-    return (BUCKET_ELEMENTS + min(BUCKET_ELEMENTS, num_parameters)) * gradient + gathered
+    return (BUCKET_ELEMENTS + min(BUCKET_ELEMENTS, num_trained)) * gradient + gathered
 
 
 def step_bytes(train: Train, num_parameters: int, ranks: int) -> float:

@@ -20,25 +20,28 @@ from recipes.train_footprint import Activations, bucket_bytes, step_bytes, worst
 def _trainer_rows(job: Job) -> Iterator[Row]:
     """On one rank's device."""
     train, target, ranks = job.recipe.train, job.target, job.train_ranks
-    b, parameters = DTYPE_BYTES[train.precision], job.num_parameters
+    b, trained = DTYPE_BYTES[train.precision], job.num_trained
     parts = target.vocab_size * target.hidden_size * (1 if target.tied else 2)
     words = f"{millions(parts)} x {b} bytes, frozen"
     yield Row("target's embedding and head", words, parts * b)
+    if job.num_frozen:
+        parts = ranks if train.zero_stage == 3 else 1
+        words = f"{millions(job.num_frozen)} x {b} bytes" + f" / {parts} ranks" * (parts > 1)
+        yield Row("drafter, frozen", words, job.num_frozen * b / parts)
     zero = zero_bytes(train)
     a_parameter = f"({zero.whole} + {zero.split} / {ranks} ranks) bytes"
-    words = f"{millions(parameters)} x {a_parameter}, ZeRO-{train.zero_stage}" + ", offloaded" * (
-        zero.host > 0
-    )
-    yield Row("drafter, gradients, masters, moments", words, parameters * zero.on_device(ranks))
-    buckets = bucket_bytes(train, parameters)
+    words = f"{millions(trained)} x {a_parameter}, ZeRO-{train.zero_stage}" + ", offloaded" * (zero.host > 0)
+    what = "adapters" if job.num_frozen else "drafter"
+    yield Row(f"{what}, gradients, masters, moments", words, trained * zero.on_device(ranks))
+    buckets = bucket_bytes(train, trained, job.num_parameters)
     if buckets:
         words = "a bucket of 5e8 gradients and its copy" + ", gathered weights" * (train.zero_stage == 3)
         yield Row("DeepSpeed's buffers", words, buckets)
     activations = _activations(job)
     yield activations
-    beyond = step_bytes(train, parameters, ranks) - buckets - activations.num_bytes
+    beyond = step_bytes(train, trained, ranks) - buckets - activations.num_bytes
     if beyond > 0:
-        words = f"{millions(parameters)} x {FP32} / {ranks} ranks bytes, while buffers and activations rest"
+        words = f"{millions(trained)} x {FP32} / {ranks} ranks bytes, while buffers and activations rest"
         yield Row("gradients in one piece, at the step", words, beyond)
 
 
@@ -92,8 +95,8 @@ def train_on_cpu(job: Job) -> Phase:
 
 def _offloaded(job: Job) -> Row:
     a_parameter = zero_bytes(job.recipe.train).host
-    words = f"{millions(job.num_parameters)} x {a_parameter} bytes"
-    return Row("offloaded optimizer", words, job.num_parameters * a_parameter)
+    words = f"{millions(job.num_trained)} x {a_parameter} bytes"
+    return Row("offloaded optimizer", words, job.num_trained * a_parameter)
 
 
 def _read_ahead(job: Job) -> Row:

@@ -46,7 +46,7 @@ from recipes.load import load_recipe
 from recipes.needs import count_misfits, durations, plan_phases
 from recipes.plan import PUBLISHED_WIDTHS, find_target
 from recipes.remedies import propose
-from recipes.schema import Drafter
+from recipes.schema import Drafter, Lora
 from recipes.schema import Objective as ObjectiveSection
 from recipes.schema import Target as TargetSection
 from recipes.train_footprint import Activations, WorstBatch, saved_bytes, worst_batch, zero_bytes
@@ -57,6 +57,7 @@ from train import attention, head, pointwise, saving, tiles
 from train.batches import worst_case_batch
 from train.drafter import DFlashDrafter
 from train.head import find_rows
+from train.lora import adapt
 from train.objective import Objective
 from train.ranks import _ALONE
 
@@ -539,6 +540,32 @@ def test_the_flagship_fits_and_lacks_disk_alone_where_all_shards_stay(flagship):
     assert [phase.name for phase in plan_phases(plan_of(FLAGSHIP, *ALL_AT_ONCE)) if not phase.fits] == [
         "disk"
     ]
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "down_proj"], list(Lora().targets)])
+def test_adapters_are_counted_as_they_are_made(targets):
+    lora = Lora(rank=3, targets=targets)
+    drafter = DFlashDrafter(DRAFTER, HIDDEN)
+    adapt(drafter, lora)
+    trained = sum(each.numel() for each in drafter.parameters() if each.requires_grad)
+    assert footprint.count_adapter_parameters(DRAFTER, HIDDEN, lora) == trained
+
+
+def test_adapters_need_no_masters_of_what_is_frozen(flagship):
+    adapted = plan_of(FLAGSHIP, "train.lora={rank: 16}", "train.init_from=published")
+    rows, whole = (
+        {row.what: row.num_bytes for row in phase_of(job, "train: memory of each GPU").rows}
+        for job in (adapted, flagship)
+    )
+    assert rows["drafter, frozen"] == 2 * flagship.num_parameters
+    of_adapters, of_all = (
+        rows["adapters, gradients, masters, moments"],
+        whole["drafter, gradients, masters, moments"],
+    )
+    assert of_adapters * flagship.num_parameters == pytest.approx(of_all * adapted.num_trained)
+    assert adapted.num_trained < flagship.num_parameters / 50
+    disk, whole_disk = (phase_of(job, "disk").need_gib for job in (adapted, flagship))
+    assert whole_disk - disk == pytest.approx(2 * 12 * (flagship.num_parameters) / GIB, rel=0.05)
 
 
 def test_the_demo_fits(tiny):
