@@ -21,6 +21,8 @@ REGENERATE_HOST, TRAIN_HOST = "regenerate: host memory", "train: host memory"
 TOGETHER = "regenerate and train: host memory"
 ASLEEP, PINNED, TRAINER = "engine asleep", "engines' weights, asleep", "trainer, without its state"
 AHEAD = ("rounds.ahead=true", "hardware.gpus=4", "rounds.engine_gpus=[2, 3]")
+SPARING = ("train.offload_optimizer=true", "train.activation_checkpointing=true")
+"""A trainer that nothing can be asked of but to take turns."""
 SHARED_GPU = ("hardware={gpus: 1}", "serve.kv_cache_gib=1", "data.engines=3")
 
 
@@ -116,15 +118,15 @@ def test_the_flagship_fits_with_either_handover(handover):
     ("name", "lack"),
     [
         (TRAIN_HOST, "hardware.host_gib=100"),
-        (TRAIN, "hardware.gpu_gib=20.5"),
+        (TRAIN, "hardware.gpu_gib=19.5"),
     ],
 )
 def test_to_end_engines_is_proposed_where_their_sleep_takes_too_much(name, lack):
-    job = plan_of(FLAGSHIP, lack)
+    job = plan_of(FLAGSHIP, lack, *SPARING)
     assert not phase_of(job, name).fits
     proposal = propose(job, phase_of(job, name))[0]
     assert proposal == "rounds.handover=stop"
-    assert phase_of(plan_of(FLAGSHIP, lack, proposal), name).fits
+    assert phase_of(plan_of(FLAGSHIP, lack, *SPARING, proposal), name).fits
 
 
 def test_to_end_engines_is_not_proposed_where_none_sleeps():
@@ -133,10 +135,11 @@ def test_to_end_engines_is_not_proposed_where_none_sleeps():
 
 
 def test_more_rounds_are_proposed_with_ended_engines_where_they_could_not_sleep():
-    job = plan_of(FLAGSHIP, "rounds.count=1", "hardware.host_gib=100")
+    settings = ["rounds.count=1", "hardware.host_gib=100", *SPARING]
+    job = plan_of(FLAGSHIP, *settings)
     proposal = propose(job, phase_of(job, "disk"))[0]
     assert proposal == "rounds.count=16 rounds.handover=stop"
-    changed = plan_of(FLAGSHIP, "rounds.count=1", "hardware.host_gib=100", *proposal.split())
+    changed = plan_of(FLAGSHIP, *settings, *proposal.split())
     assert all(phase.fits for phase in plan_phases(changed))
 
 
@@ -216,8 +219,8 @@ def test_engines_share_the_gpus_that_are_theirs():
 
 
 def test_turns_are_proposed_where_both_at_a_time_are_too_much():
-    settings = [*AHEAD, "data.check_sequences=0", "hardware={gpus: 4, gpu_gib: 40.5, host_gib: 55}"]
-    settings.append("train.micro_batch_sequences=4")  # which the optimizer leaves no room for on a GPU
+    settings = [*AHEAD, "data.check_sequences=0", "hardware={gpus: 4, gpu_gib: 40.5, host_gib: 53}"]
+    settings += [*SPARING, "train.micro_batch_sequences=6"]  # which the optimizer leaves no room for on a GPU
     job = plan_of(FLAGSHIP, *settings)
     proposal = propose(job, phase_of(job, TOGETHER))[0]
     assert proposal == "rounds.ahead=false rounds.engine_gpus=null rounds.handover=stop"
