@@ -36,7 +36,8 @@ def choose(function: Callable[P, T], fuses: bool, rows: torch.Tensor) -> Callabl
 @cache
 def _compile(function: Callable[P, T]) -> Callable[P, T]:
     """Once, at its first call, for any number of rows; as constants the other sizes make faster kernels."""
-    compiled = torch.compile(function, dynamic=False)
+    # nothing is chosen by timing it: a run repeats bit for bit, wherever it goes on
+    compiled = torch.compile(function, dynamic=False, options={"deterministic": True})
 
     def call(*given: P.args, **named: P.kwargs) -> T:
         for each in given:
