@@ -131,7 +131,10 @@ def engine_arguments(
         arguments |= {"enable_sleep_mode": True, "sleep_mode_offload_cudagraph": True}
     if ckpt is None or budget == PLAIN_BUDGET:
         return arguments
-    arguments["speculative_config"], options = _drafting(ckpt, budget)
+    speculative, options = _drafting(ckpt, budget)
+    if target.load_format == "dummy":  # the target's weights alone are made up
+        speculative |= {"draft_load_config": {"load_format": "auto"}}
+    arguments["speculative_config"] = speculative
     if swappable is not None:
         options["swap"] = swappable
     if options:
@@ -210,7 +213,7 @@ def _cache_arguments(gib: float) -> dict[str, Any]:
     return {"kv_cache_memory_bytes": int(gib * 2**30)}
 
 
-def _drafting(ckpt: Path, budget: int | None) -> tuple[Mapping[str, Any], dict[str, Any]]:
+def _drafting(ckpt: Path, budget: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """vLLM's speculative_config, and what our plugin is asked for."""
     num_slots = parse_config(read_drafter_config(ckpt), str(ckpt)).block_size - 1
     speculative = {"method": "dflash", "model": str(ckpt), "num_speculative_tokens": budget or num_slots}

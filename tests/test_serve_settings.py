@@ -133,6 +133,17 @@ def test_the_chain_drafts_a_token_less_than_a_block(published):
     assert speculative == {"method": "dflash", "model": str(published), "num_speculative_tokens": 7}
 
 
+@pytest.mark.parametrize("budget", [None, 15])
+def test_a_target_of_made_up_weights_is_drafted_for_by_the_checkpoints_own(published, budget):
+    """vLLM would make the drafter's up as well."""
+    recipe = tiny_recipe()
+    for load_format, expected in (("auto", {}), ("dummy", {"draft_load_config": {"load_format": "auto"}})):
+        target = recipe.target.model_copy(update={"load_format": load_format})
+        speculative = engine_arguments(target, recipe.serve, published, budget)["speculative_config"]
+        ordinary = engine_arguments(recipe.target, recipe.serve, published, budget)["speculative_config"]
+        assert speculative == ordinary | expected
+
+
 def test_budget_zero_loads_no_drafter(published):
     recipe = tiny_recipe()
     plain = engine_arguments(recipe.target, recipe.serve, None, None)
