@@ -29,8 +29,6 @@ from train.tree_acceptance import (
 
 BY_DEPTH = Settings(kind="cross_entropy", decay=2.5)
 HIDDEN, VOCAB, RANK, SLOTS, COUNT = 6, 23, 5, 3, 7
-KINDS = [(gate, is_projected) for gate in ("none", "scale", "blend") for is_projected in (False, True)]
-EVERY_KIND = pytest.mark.parametrize(("gate", "is_projected"), KINDS)
 
 
 def make_parts(seed: int = 0) -> TargetParts:
@@ -50,9 +48,9 @@ def make_blocks(num_blocks: int = 9, count: int = COUNT) -> DraftedBlocks:
     return gather_blocks(hidden_AKD, input_ids_AK, labels_AK, supervised_AK, make_parts().head_VD, count)
 
 
-def make_head(gate: str, *, is_projected: bool, is_trained: bool = True) -> PairwiseHead:
+def make_head(*, is_trained: bool = True) -> PairwiseHead:
     torch.manual_seed(1)
-    head = PairwiseHead(make_parts(), RANK, gate, is_projected=is_projected)
+    head = PairwiseHead(make_parts(), RANK)
     if is_trained:
         for parameter in head.parameters():
             torch.nn.init.normal_(parameter, std=0.7)
@@ -67,12 +65,7 @@ def bias_by_hand(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What a parent adds to every token's score and to that of the rest: [V] and a scalar."""
     tables = head.make_tables()
-    mixed_r = tables.parents_Vr[parent]
-    if head.kind == "scale":
-        mixed_r = mixed_r * (1 + head.gate.weight @ hidden_D)
-    if head.kind == "blend":
-        mixed_r = mixed_r + head.gate.weight @ hidden_D
-        mixed_r = mixed_r * torch.sigmoid(mixed_r)
+    mixed_r = tables.parents_Vr[parent] * (1 + head.gate.weight @ hidden_D)
     return tables.children_Vr @ mixed_r, head.rest_r @ mixed_r
 
 
@@ -86,9 +79,8 @@ def scores_by_hand(head: PairwiseHead, blocks: DraftedBlocks, block: int, slot: 
     return mass / mass.sum()
 
 
-@EVERY_KIND
-def test_the_table_is_its_definition(gate, is_projected):
-    head, blocks = make_head(gate, is_projected=is_projected), make_blocks()
+def test_the_table_is_its_definition():
+    head, blocks = make_head(), make_blocks()
     table_ALCC = fill_table(head, head.make_tables(), blocks)
     for block, slot, row in [(0, 0, 0), (0, 0, 3), (4, 1, 2), (8, 2, 6)]:
         parent = blocks.anchors_A[block] if slot == 0 else blocks.tokens_ALC[block, slot - 1, row]
@@ -96,18 +88,16 @@ def test_the_table_is_its_definition(gate, is_projected):
         torch.testing.assert_close(table_ALCC[block, slot, row].exp(), expected[:-1], rtol=1e-4, atol=1e-6)
 
 
-@EVERY_KIND
-def test_scores_after_a_parent_and_the_rests_sum_to_one(gate, is_projected):
-    head, blocks = make_head(gate, is_projected=is_projected), make_blocks()
+def test_scores_after_a_parent_and_the_rests_sum_to_one():
+    head, blocks = make_head(), make_blocks()
     scores = head.score(head.make_tables(), blocks, torch.randint(0, VOCAB, (9, SLOTS, 4)))
     total_ALP = scores.candidates_ALPC.exp().sum(-1) + scores.rest_ALP.exp()
     torch.testing.assert_close(total_ALP, torch.ones_like(total_ALP))
     assert (scores.candidates_ALPC <= 0).all()
 
 
-@EVERY_KIND
-def test_an_untrained_head_changes_nothing(gate, is_projected):
-    head, blocks = make_head(gate, is_projected=is_projected, is_trained=False), make_blocks()
+def test_an_untrained_head_changes_nothing():
+    head, blocks = make_head(is_trained=False), make_blocks()
     table_ALCC = fill_table(head, head.make_tables(), blocks)
     marginals = [torch.tensor(broadcast_marginals(each.numpy())) for each in blocks.log_probs_ALC]
     torch.testing.assert_close(table_ALCC.detach(), torch.stack(marginals), rtol=0, atol=2e-6)
@@ -115,17 +105,20 @@ def test_an_untrained_head_changes_nothing(gate, is_projected):
 
 def test_candidates_that_are_the_whole_vocabulary_leave_the_rest_nothing():
     blocks = make_blocks(count=VOCAB)
-    head = make_head("scale", is_projected=True, is_trained=False)
+    head = make_head(is_trained=False)
     table_ALCC = fill_table(head, head.make_tables(), blocks)
     assert table_ALCC.isfinite().all()
     torch.testing.assert_close(table_ALCC[:, :, 0], blocks.log_probs_ALC, rtol=0, atol=1e-5)
 
 
-def test_tables_need_no_more_than_the_published_parameters():
-    free, projected = (make_head("scale", is_projected=is_projected) for is_projected in (False, True))
-    assert free.state_dict()["parent_table.weight"].shape == (VOCAB, RANK)
-    assert sorted(projected.state_dict()) == sorted(free.state_dict())
-    assert projected.state_dict()["parent_table.weight"].shape == (HIDDEN, RANK)
+def test_what_is_saved_has_no_row_for_a_token():
+    shapes = {name: tuple(weight.shape) for name, weight in make_head().state_dict().items()}
+    assert shapes == {
+        "parent_table.weight": (HIDDEN, RANK),
+        "child_table.weight": (HIDDEN, RANK),
+        "gate.weight": (RANK, HIDDEN),
+        "rest_r": (RANK,),
+    }
 
 
 # Blocks
@@ -172,9 +165,8 @@ def known_slots(blocks: DraftedBlocks):
         yield block, slot, int(blocks.recorded_parents[block, slot]), int(blocks.labels_AL[block, slot])
 
 
-@EVERY_KIND
-def test_the_loss_over_candidates_and_its_gradient_are_their_definition(gate, is_projected):
-    head, blocks = make_head(gate, is_projected=is_projected), make_blocks()
+def test_the_loss_over_candidates_and_its_gradient_are_their_definition():
+    head, blocks = make_head(), make_blocks()
     found = mean_loss(blocks, label_among_candidates(head, blocks), BY_DEPTH)
     terms, missed = [], 0
     for block, slot, parent, label in known_slots(blocks):
@@ -189,10 +181,9 @@ def test_the_loss_over_candidates_and_its_gradient_are_their_definition(gate, is
     torch.testing.assert_close(gradients(head, found), gradients(head, expected), rtol=1e-4, atol=1e-6)
 
 
-@EVERY_KIND
 @pytest.mark.parametrize("most_logits", [1, 5 * SLOTS * VOCAB, 1 << 20])
-def test_the_loss_over_the_vocabulary_and_its_gradient_are_their_definition(gate, is_projected, most_logits):
-    head, blocks, head_VD = make_head(gate, is_projected=is_projected), make_blocks(), make_parts().head_VD
+def test_the_loss_over_the_vocabulary_and_its_gradient_are_their_definition(most_logits):
+    head, blocks, head_VD = make_head(), make_blocks(), make_parts().head_VD
     found = mean_loss(blocks, label_in_vocabulary(head, blocks, head_VD, most_logits), BY_DEPTH)
     terms = []
     for block, slot, parent, label in known_slots(blocks):
@@ -205,14 +196,14 @@ def test_the_loss_over_the_vocabulary_and_its_gradient_are_their_definition(gate
 
 
 def test_with_every_token_a_candidate_the_two_losses_are_one():
-    head, blocks = make_head("scale", is_projected=False), make_blocks(count=VOCAB)
+    head, blocks = make_head(), make_blocks(count=VOCAB)
     among = label_among_candidates(head, blocks).log_probs_AL[blocks.known_AL]
     over = label_in_vocabulary(head, blocks, make_parts().head_VD).log_probs_AL[blocks.known_AL]
     torch.testing.assert_close(among, over, rtol=0, atol=1e-3)  # the rest keeps a millionth, times exp(m b)
 
 
 def test_without_smoothing_d_pace_has_the_gradient_of_the_accepted_drafts():
-    head, blocks = make_head("scale", is_projected=False), make_blocks()
+    head, blocks = make_head(), make_blocks()
     labelled = label_among_candidates(head, blocks)
     found = loss_sum(blocks, labelled, by_reach(0.0))
     right_AL = label_among_candidates(head, blocks).log_probs_AL.exp() * labelled.is_candidate_AL
@@ -221,7 +212,7 @@ def test_without_smoothing_d_pace_has_the_gradient_of_the_accepted_drafts():
 
 
 def test_a_label_that_no_tree_can_hold_ends_the_reach():
-    head, blocks = make_head("none", is_projected=False), make_blocks()
+    head, blocks = make_head(), make_blocks()
     labelled = label_among_candidates(head, blocks)
     reached_AL = (labelled.is_candidate_AL & blocks.known_AL).long().cumprod(1).bool()
     assert (blocks.known_AL & ~reached_AL).any()
@@ -231,8 +222,7 @@ def test_a_label_that_no_tree_can_hold_ends_the_reach():
     assert ((slope_AL < 0) == reached_AL).all()
 
 
-@EVERY_KIND
-def test_a_few_steps_learn_who_follows_whom(gate, is_projected):
+def test_a_few_steps_learn_who_follows_whom():
     """A drafter that knows nothing, and a text where a token's follower is a matter of the token."""
     generator = torch.Generator().manual_seed(3)
     follower_V = torch.randperm(VOCAB, generator=generator)
@@ -250,7 +240,7 @@ def test_a_few_steps_learn_who_follows_whom(gate, is_projected):
         tokens_ALC,
         torch.full(tokens_ALC.shape, -math.log(VOCAB)),
     )
-    head = make_head(gate, is_projected=is_projected, is_trained=False)
+    head = make_head(is_trained=False)
     optimizer = torch.optim.Adam(head.parameters(), lr=0.05)
     for _ in range(150):
         value = mean_loss(blocks, label_among_candidates(head, blocks), by_reach(0.5))

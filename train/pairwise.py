@@ -11,7 +11,8 @@ training loop, `PairwiseHead.score` is what fills the table that `serve.tree.gro
 #
 # q = the drafter's distribution at a slot, h its state there, p the parent: the token of the slot before
 #
-# m(h, p)        = A[p]  or  A[p] * (1 + G h)  or  silu(A[p] + G h)      A, B: [V, r]   G: [r, D]   b: [r]
+# A = embedding P_a   B = head P_b                                       [V, r], of the target's frozen rows
+# m(h, p)        = A[p] * (1 + G h)                                      G: [r, D]   b: [r]
 # x(c)           = log q(c) + m B[c]                                     c among the slot's C candidates
 # x(rest)        = log (1 - sum of q over the candidates) + m b          all other tokens
 # s(p, c)        = x(c) - log (sum of exp x over candidates and rest)    a log-probability, so a tree's score
@@ -19,7 +20,6 @@ training loop, `PairwiseHead.score` is what fills the table that `serve.tree.gro
 # The whole vocabulary instead of candidates and rest: log-softmax of log q + m B.
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
@@ -31,8 +31,6 @@ from serve.tree_candidates import rank_candidates
 from train.objective import d_pace_weights, slot_weights
 from train.target_parts import TargetParts
 
-Gate = Literal["none", "scale", "blend"]
-"""How the hidden state has a part in m: not at all, as a factor, or inside a nonlinearity."""
 _LEAST_REST = 1e-6  # about what fp32 leaves of 1 - 1
 _RANKED_LOGITS = 1 << 23
 
@@ -96,17 +94,6 @@ def gather_blocks(
     )
 
 
-class FreeTable(nn.Module):
-    """A row of its own for each token."""
-
-    def __init__(self, vocab_size: int, rank: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(vocab_size, rank))
-
-    def forward(self) -> torch.Tensor:
-        return self.weight
-
-
 class ProjectedTable(nn.Module):
     """The target's frozen rows in fewer dimensions: rare tokens learn from like ones."""
 
@@ -140,34 +127,23 @@ class Scores:
 
 
 class PairwiseHead(nn.Module):
-    def __init__(self, parts: TargetParts, rank: int, gate: Gate, *, is_projected: bool):
+    def __init__(self, parts: TargetParts, rank: int):
         """Changes nothing until it is trained: the children's table is zero."""
         super().__init__()
-        vocab_size, hidden_size = parts.embedding_VD.shape
-        self.kind = gate
-        if is_projected:
-            self.parent_table: FreeTable | ProjectedTable = ProjectedTable(parts.embedding_VD, rank)
-            self.child_table: FreeTable | ProjectedTable = ProjectedTable(parts.head_VD, rank)
-        else:
-            self.parent_table, self.child_table = FreeTable(vocab_size, rank), FreeTable(vocab_size, rank)
-        nn.init.normal_(self.parent_table.weight, std=rank**-0.5)
+        self.parent_table = ProjectedTable(parts.embedding_VD, rank)
+        self.child_table = ProjectedTable(parts.head_VD, rank)
+        self.gate = nn.Linear(parts.embedding_VD.shape[1], rank, bias=False)
         self.rest_r = nn.Parameter(torch.zeros(rank))
-        self.gate = None if gate == "none" else nn.Linear(hidden_size, rank, bias=False)
-        if self.gate is not None:
-            nn.init.zeros_(self.gate.weight)
+        nn.init.normal_(self.parent_table.weight, std=rank**-0.5)
+        nn.init.zeros_(self.gate.weight)
 
     def make_tables(self) -> Tables:
         return Tables(self.parent_table(), self.child_table())
 
     def mix(self, tables: Tables, hidden_ALD: torch.Tensor, parents_ALP: torch.Tensor) -> torch.Tensor:
         """m of every parent of every slot. [A, L, P, r]"""
-        mixed_ALPr = F.embedding(parents_ALP, tables.parents_Vr)
-        if self.gate is None:
-            return mixed_ALPr
-        gate_ALPr = self.gate(hidden_ALD.to(self.gate.weight.dtype))[:, :, None]
-        if self.kind == "scale":
-            return mixed_ALPr * (1 + gate_ALPr)
-        return F.silu(mixed_ALPr + gate_ALPr)
+        gate_ALr = self.gate(hidden_ALD.to(self.gate.weight.dtype))
+        return F.embedding(parents_ALP, tables.parents_Vr) * (1 + gate_ALr[:, :, None])
 
     def score(self, tables: Tables, blocks: DraftedBlocks, parents_ALP: torch.Tensor) -> Scores:
         """s of each slot's candidates after each of `parents_ALP`."""
