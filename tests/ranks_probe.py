@@ -17,10 +17,9 @@ from typing import Any
 import deepspeed.runtime.zero.muon.muon_optimizer  # each rank's first engine would take seconds to
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from small_training import DRAFTER, HIDDEN, make_sequence, small_recipe, write_target
+from small_training import DRAFTER, make_sequence, manifest_of, small_recipe, write_target
 from test_train_run import free_port
 
-from recipes.manifest import ShardManifest, identify_target, provenance
 from recipes.schema import Recipe
 from serve.checkpoint import load_target_config, published_config
 from train import zero
@@ -131,19 +130,8 @@ def _tensors_in(item: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def saver_of(recipe: Recipe, ranks: Ranks) -> Saver:
-    data = ShardManifest(
-        target=identify_target(recipe.target),
-        recipe={},
-        provenance=provenance(),
-        target_layer_ids=recipe.drafter.target_layer_ids,
-        hidden_size=HIDDEN,
-        dtype="bfloat16",
-        shards=[],
-        dropped={},
-        complete=True,
-    )
     config = published_config(recipe.drafter, load_target_config(recipe.target.model))
-    return Saver(recipe, RunFolders(recipe.output_dir), config, data, ranks, None)
+    return Saver(recipe, RunFolders(recipe.output_dir), config, manifest_of(recipe), ranks, None)
 
 
 def be_rank(rank: int, port: int, life: Life, name: str, folder: Path) -> None:

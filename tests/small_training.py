@@ -89,9 +89,9 @@ def make_sequence(index: int, num_tokens: int = 0) -> Sequence:
     return Sequence(torch.tensor(tokens, dtype=torch.int32), loss_mask, taps)
 
 
-def write_shards(recipe: Recipe, num_sequences: int) -> None:
-    """Two shards, as the data phase would leave them."""
-    manifest = ShardManifest(
+def manifest_of(recipe: Recipe) -> ShardManifest:
+    """Of shards that are to come."""
+    return ShardManifest(
         target=identify_target(recipe.target),
         recipe=recipe.model_dump(mode="json"),
         provenance=provenance(),
@@ -102,7 +102,11 @@ def write_shards(recipe: Recipe, num_sequences: int) -> None:
         dropped={},
         complete=False,
     )
-    writer = ShardWriter(recipe.output_dir / "shards", manifest)
+
+
+def write_shards(recipe: Recipe, num_sequences: int) -> None:
+    """Two shards, as the data phase would leave them."""
+    writer = ShardWriter(recipe.output_dir / "shards", manifest_of(recipe))
     sequences = [make_sequence(index) for index in range(num_sequences)]
     halves = sequences[: num_sequences // 2], sequences[num_sequences // 2 :]
     for number, half in enumerate(halves):

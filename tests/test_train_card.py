@@ -9,7 +9,7 @@ from test_train_checkpoint import IDENTITY, drafter_weights, manifest_at
 from eval.report import write_report
 from recipes.errors import UserError
 from recipes.manifest import Origin
-from train.card import LIBRARY, add_measurement, model_card
+from train.card import add_measurement, model_card
 from train.checkpoint import publish
 
 ARGV = ["/somewhere/eval/measure.py", "--ckpt", "runs/a b/checkpoint-3", "--out", "runs/report.json"]
@@ -29,7 +29,7 @@ def card(*arguments, **changes) -> ModelCard:
 def test_the_hub_reads_the_header():
     data = card().data
     assert data.base_model == "Qwen/Qwen3.6-27B"
-    assert data.library_name == LIBRARY
+    assert data.library_name == "vllm"
     assert {"dflash", "speculative-decoding"} <= set(data.tags)
     assert card().text.startswith("\n# A DFlash drafter for Qwen/Qwen3.6-27B\n")
 
