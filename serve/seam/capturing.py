@@ -164,11 +164,11 @@ class CapturingRunner(_Runner):
 
     def _land(self, states: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         """In host memory, or on their way; and what gives the place back."""
-        if self.device.type != "cuda":
-            return states, lambda: None
+        on_cuda = self.device.type == "cuda"
         if self._landing is None:
-            self._landing = Landing(2 * self.max_num_tokens, states.shape[1], states.dtype)
-        return self._landing.take(len(states)).copy_(states, non_blocking=True), self._landing.release
+            size = 2 * self.max_num_tokens, states.shape[1]
+            self._landing = Landing(*size, states.dtype, pinned=on_cuda)
+        return self._landing.take(len(states)).copy_(states, non_blocking=on_cuda), self._landing.release
 
     def _prompt_lengths(self, request_ids: Sequence[str]) -> np.ndarray:
         states = self.req_states
@@ -176,9 +176,12 @@ class CapturingRunner(_Runner):
 
 
 class Landing:
-    """Where steps' states arrive: a ring of rows in pinned host memory, or no copy would be asynchronous."""
+    """Where steps' states arrive: a ring of rows in host memory, so many that a sink's backlog is bounded.
 
-    def __init__(self, num_rows: int, width: int, dtype: torch.dtype, *, pinned: bool = True) -> None:
+    Pinned for CUDA, or no copy would be asynchronous.
+    """
+
+    def __init__(self, num_rows: int, width: int, dtype: torch.dtype, *, pinned: bool) -> None:
         self._rows = torch.empty((num_rows, width), dtype=dtype, pin_memory=pinned)
         self._taken: deque[range] = deque()
         self._changed = threading.Condition()
