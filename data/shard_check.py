@@ -6,7 +6,7 @@
   model: an engine that taps another layer does so each time.
 - All states are looked through for zeros and for another text's; transformers says whether these are right.
 
-Called by data/shard_maker.py.
+The first needs the engine; the others are made while it goes on. Called by data/shard_maker.py.
 """
 
 import random
@@ -37,22 +37,24 @@ class ShardCheck:
         """After a swap: what was compared before it does not vouch for what comes."""
         self._is_compared = False
 
-    def check(
+    def compare_again(
         self, number: int, sequences: Sequence[NamedSequence], accepted: Sequence[int]
     ) -> dict[int, float]:
-        """Layer -> the least cosine, over all that was compared; empty where nothing was.
+        """With the engine's own prefill.  Layer -> the least cosine; empty where nothing was compared.
 
-        number: the shard's.  accepted: drafts in each sequence.  Raises MachineError for states that are not
-        the target's, and then the shard must not be written.
+        number: the shard's.  accepted: drafts in each sequence.  Raises MachineError, as the other does, for
+        states that are not the target's, and then the shard must not be written.
         """
-        with_target = self._choose_for_target(sequences)
-        again = choose(accepted, self._data.check_again, seed=number)
-        found = [
-            self._compare(sequences, with_target, self._compute_in_transformers, "the transformers model's"),
-            self._compare(sequences, again, self._read_again, "those of a prefill of the same tokens alone"),
-        ]
+        chosen = choose(accepted, self._data.check_again, seed=number)
+        whose = "those of a prefill of the same tokens alone"
+        return self._compare(sequences, chosen, self._read_again, whose)
+
+    def compare_with_target(self, sequences: Sequence[NamedSequence]) -> dict[int, float]:
+        """With the transformers model, as above; the engine may be at work, in another thread."""
+        chosen = self._choose_for_target(sequences)
+        found = self._compare(sequences, chosen, self._compute_in_transformers, "the transformers model's")
         self._is_compared = self._is_compared or bool(sequences)
-        return {layer: min(each[layer] for each in found if each) for layer in self._layers if any(found)}
+        return found
 
     def _choose_for_target(self, sequences: Sequence[NamedSequence]) -> list[int]:
         suspects = find_suspects(sequences, self._layers)
@@ -73,7 +75,6 @@ class ShardCheck:
         compute: Callable[[Sequence[torch.Tensor]], Iterator[torch.Tensor]],
         whose: str,
     ) -> dict[int, float]:
-        """Empty where none is chosen."""
         if not chosen:
             return {}
         compared = [sequences[index] for index in chosen]

@@ -41,13 +41,15 @@ class Made:
 
 @dataclass(frozen=True)
 class Unwritten:
-    """A shard that was generated and checked."""
+    """A shard that was generated."""
 
     number: int
     sequences: Sequence[NamedSequence]
     incomplete: int
+    again: Mapping[int, float]
+    """Layer -> the least cosine, with what the engine read again."""
     made: "partial[Made]"
-    """What there is to tell of it, the file's entry left out."""
+    """What there is to tell of it, the file's entry and the cosines left out."""
 
 
 class ShardMaker:
@@ -105,26 +107,34 @@ class ShardMaker:
         accepted = [count_accepted(answer) for _, answer in kept]
         made = partial(
             Made,
-            least_cosines=self._check.check(number, named, accepted),
             emitted_tokens=sum(len(answer.token_ids) for answer in answers),
             request_steps=sum(len(answer.chunks) for answer in answers),
             seconds=seconds,
             finish_reasons=Counter(answer.finish_reason for answer in answers),
         )
-        return Unwritten(number, named, sum(not is_whole(answer) for answer in answers), made)
+        again = self._check.compare_again(number, named, accepted)
+        return Unwritten(number, named, sum(not is_whole(answer) for answer in answers), again, made)
 
     def write(self, shard: Unwritten) -> Made:
-        """The engine may go on meanwhile, in another thread."""
+        """Looks through it first.  The engine may go on meanwhile, in another thread."""
+        with_target = self._check.compare_with_target(shard.sequences)
         sequences = [each.sequence for each in shard.sequences]
         if self._recipe.data.final_states:
             sequences = [part_final(each, len(self._recipe.drafter.target_layer_ids)) for each in sequences]
         prompt_ids = [each.name for each in shard.sequences]
         entry = write_shard_file(self._folder, shard.number, sequences, prompt_ids)
-        return shard.made(entry=entry.model_copy(update={"incomplete": shard.incomplete}))
+        entry = entry.model_copy(update={"incomplete": shard.incomplete})
+        return shard.made(entry=entry, least_cosines=merge_least(shard.again, with_target))
 
     def _answer(self, prompts: Sequence[Rendered]) -> list[Answer]:
         requests = [Request(prompt.token_ids, prompt.seed) for prompt in prompts]
         return self._engine.answer(requests, self._recipe.data.sampling, self._on_step)
+
+
+def merge_least(*found: Mapping[int, float]) -> dict[int, float]:
+    """Layer -> the least over all."""
+    layers = dict.fromkeys(layer for each in found for layer in each)
+    return {layer: min(each[layer] for each in found if layer in each) for layer in layers}
 
 
 def part_final(sequence: shards.Sequence, num_taps: int) -> shards.Sequence:

@@ -43,7 +43,7 @@ def zero_bytes(train: Train) -> ZeroBytes:
     host = masters + FP32 + moments  # of an offloaded optimizer: gradients of its own too
     by_stage = {  # stage, offloaded; without ZeRO fp32 weights are their own masters
         (0, False): ZeroBytes(weight + gradient + moments + (masters if sums else 0), 0, 0),
-        (1, False): ZeroBytes(weight + gradient + sums, masters + moments, 0),
+        (1, False): ZeroBytes(weight + (sums or gradient), masters + moments, 0),
         (2, False): ZeroBytes(weight, FP32 + masters + moments, 0),
         (3, False): ZeroBytes(0, weight + FP32 + masters + moments, 0),
         (1, True): ZeroBytes(weight + gradient + sums, 0, host + weight),
@@ -68,8 +68,9 @@ def bucket_bytes(train: Train, num_trained: int, num_parameters: int) -> int:
 
 
 def step_bytes(train: Train, num_parameters: int, ranks: int) -> float:
-    """The rank's gradients once more, in one piece: of ZeRO-1 and -2 at the optimizer step."""
-    is_copied = train.zero_stage in {1, 2} and not train.offload_optimizer
+    """The rank's gradients once more, in one piece: at the optimizer step, but for sums that ZeRO-1 has in one."""
+    has_one_sum = train.zero_stage == 1 and train.precision == "bfloat16"
+    is_copied = train.zero_stage in {1, 2} and not has_one_sum and not train.offload_optimizer
     return FP32 * num_parameters / ranks if is_copied else 0
 
 

@@ -4,8 +4,8 @@
         [--decoding plain] [--decoding trees]
 
 Of plain engines, then of engines with trees, one with capture and one without are started together and work
-in turn.  "with shards" is the data phase's own work: states compared with a prefill's, written, and on the
-disk; the last shard's writing has nothing beside it.
+in turn.  "with shards" is the data phase's own work, states compared with a prefill's, looked through, written and on
+the disk, until the last shard is generated; "the last one" is how long its writing then takes, beside nothing.
 Weights are dummies, so nothing is accepted and a tree's step is one token a request.
 """
 
@@ -120,8 +120,11 @@ class Bench:
         answers = self._maker._answer(self._prompts())
         return time.perf_counter() - start, sum(len(each.token_ids) for each in answers)
 
-    def make(self) -> tuple[float, int]:
-        """The same of shards, checked and on the disk, as `data.engines` has them made; they are removed."""
+    def make(self) -> tuple[float, int, float]:
+        """The same of shards, as `data.engines` has them made; they are removed.
+
+        The third is how many seconds the last one is still being written, with nothing beside it.
+        """
         start = time.perf_counter()
         with ThreadPoolExecutor(1) as writer:
             written: list[Future[Any]] = []
@@ -130,11 +133,12 @@ class Bench:
                 if written:
                     written[-1].result()
                 written.append(writer.submit(self._maker.write, shard))
+            seconds = time.perf_counter() - start
             made = [each.result() for each in written]
-        seconds = time.perf_counter() - start
+            last = time.perf_counter() - start - seconds
         for each in made:
             (self._shards / each.entry.file).unlink()
-        return seconds, sum(each.emitted_tokens for each in made)
+        return seconds, sum(each.emitted_tokens for each in made), last
 
     def swap(self) -> float:
         """Seconds; the second time nothing is compiled."""
@@ -267,7 +271,7 @@ def main(
         write_weights(folder / "drafter")
         for each in decoding or DECODINGS:
             with running(folder, [each, f"{each}, captured"], work) as (without, captured):
-                show(measure_rates([without, captured], repeats), each, work)
+                show(measure([without, captured], repeats), each, work)
                 without.end()  # memory is told of the whole GPU
                 if each == "trees":
                     show_turns(captured.ask("swap"), captured.ask("nap"))
@@ -281,28 +285,43 @@ def show_turns(swap_s: float, nap: dict[str, float]) -> None:
     )
 
 
-def measure_rates(children: Sequence[Child], repeats: int) -> dict[tuple[str, str], float]:
-    """(kind, order) -> tokens a second, the median; in turn, so that a slow minute is everyone's."""
-    samples: dict[tuple[str, str], list[float]] = {}
+@dataclass(frozen=True)
+class Measured:
+    """Medians."""
+
+    rate: float
+    """Tokens a second."""
+    last_s: float
+
+
+def measure(children: Sequence[Child], repeats: int) -> dict[tuple[str, str], Measured]:
+    """Of (kind, order); in turn, so that a slow minute is everyone's."""
+    samples: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for repeat in range(repeats + 1):
         for child in children:
             for order in ("answer", "make") if child.kind.endswith("captured") else ("answer",):
-                seconds, tokens = child.ask(order)
-                print(f"{child.kind}, {order}: {tokens / seconds:,.0f} tokens a second", file=sys.stderr)
+                seconds, tokens, *last = child.ask(order)
+                print(
+                    f"{child.kind}, {order}: {tokens / seconds:,.0f} tokens a second", *last, file=sys.stderr
+                )
                 if repeat:
-                    samples.setdefault((child.kind, order), []).append(tokens / seconds)
-    return {key: median(values) for key, values in samples.items()}
+                    samples.setdefault((child.kind, order), []).append((tokens / seconds, sum(last)))
+    return {key: Measured(*map(median, zip(*values, strict=True))) for key, values in samples.items()}
 
 
-def show(rates: dict[tuple[str, str], float], decoding: str, work: Work) -> None:
-    table = Table("tokens a second", "without capture", "with", "", "with shards", "", box=SIMPLE_HEAD)
-    without = rates[decoding, "answer"]
-    captured, made = (rates[f"{decoding}, captured", order] for order in ("answer", "make"))
-    cells = [f"{captured:,.0f}", f"{captured / without:.3f}", f"{made:,.0f}", f"{made / without:.3f}"]
-    table.add_row(decoding, f"{without:,.0f}", *cells)
+def show(measured: dict[tuple[str, str], Measured], decoding: str, work: Work) -> None:
+    table = Table(
+        "tokens a second", "without capture", "with", "", "with shards", "", "the last one", box=SIMPLE_HEAD
+    )
+    without = measured[decoding, "answer"].rate
+    captured, made = (measured[f"{decoding}, captured", order] for order in ("answer", "make"))
+    cells = [
+        cell for each in (captured, made) for cell in (f"{each.rate:,.0f}", f"{each.rate / without:.3f}")
+    ]
+    table.add_row(decoding, f"{without:,.0f}", *cells, f"{made.last_s:.1f} s")
     Console(width=110).print(table)
     print(
-        f"{work.of_shard} requests, {work.requests} at once: {work.prompt} tokens of prompt, {work.new} new"
+        f"{work.of_shard} requests a shard, {work.requests} at once: {work.prompt} tokens of prompt, {work.new} new"
     )
 
 

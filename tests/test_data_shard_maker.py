@@ -161,17 +161,17 @@ def untidy(states: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "whose"),
+    ("fault", "again", "whose"),
     [
-        (zero_rows, r"transformers model's: cosine 0\.000000 at the tap after layer 2, .* position 5;"),
-        (of_the_next, r"a prefill of the same tokens alone: .* position [2-9];"),
-        (copied, r"transformers model's: .* sequence 0{15}4, position [6-9];"),
-        (stale, r"transformers model's: .* sequence 0{15}5, position [7-9];"),
-        (untidy, r"a prefill of the same tokens alone: .* position [56];"),
+        (zero_rows, 0, r"transformers model's: cosine 0\.000000 at the tap after layer 2, .* position 5;"),
+        (of_the_next, 3, r"a prefill of the same tokens alone: .* position [2-9];"),
+        (copied, 0, r"transformers model's: .* sequence 0{15}4, position [6-9];"),
+        (stale, 0, r"transformers model's: .* sequence 0{15}5, position [7-9];"),
+        (untidy, 3, r"a prefill of the same tokens alone: .* position [56];"),
     ],
 )
-def test_a_fault_that_begins_after_the_first_shard_is_refused(engine, asked, tmp_path, fault, whose):
-    maker = begin(tmp_path)
+def test_a_fault_that_begins_after_the_first_shard_is_refused(engine, asked, tmp_path, fault, again, whose):
+    maker = begin(tmp_path, f"data.check_again={again}")
     maker.make(0, PROMPTS)
     engine.fault = fault
     with pytest.raises(MachineError, match=whose + ".* this shard was not written"):

@@ -5,9 +5,6 @@ Also the program of one rank, as a launcher would start it, for micro-batches of
     python tests/test_train_objective_steps.py FILE SEQUENCES ...
 """
 
-import os
-import socket
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from rank_processes import run_ranks
 from small_training import DRAFTER, HIDDEN
 from test_train_step import SEQUENCES, Outcome, assert_same, start, take_steps, train_settings
 
@@ -67,30 +65,12 @@ def take_steps_of(kind: str, ranks: Ranks, micro_batch_sequences: int) -> Outcom
     return take_steps(learner, TaughtFeed(feed), ranks, range(2))
 
 
-def spawn(num_ranks: int, file: Path, sizes: list[int]) -> list[subprocess.Popen]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
-    world = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    command = [sys.executable, __file__, str(file), *map(str, sizes)]
-    environments = [
-        os.environ
-        | {name: str(value) for name, value in (where | world | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-        | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        for rank in range(num_ranks)
-    ]
-    streams = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return [subprocess.Popen(command, env=environment, **streams) for environment in environments]
-
-
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> dict[Split, dict[str, Outcome]]:
     file, by_split = tmp_path_factory.mktemp("outcomes") / "outcomes.pt", {}
     for num_ranks in (1, 2):
         sizes = [split.micro_batch_sequences for split in (WHOLE, *SPLITS) if split.ranks == num_ranks]
-        processes = spawn(num_ranks, file, sizes)
-        outputs = [process.communicate(timeout=300)[0] for process in processes]
-        assert [process.returncode for process in processes] == [0] * num_ranks, outputs
+        run_ranks(__file__, num_ranks, file, *sizes)
         for size, by_kind in torch.load(file, weights_only=True).items():
             outcome_of = {kind: Outcome(*outcome) for kind, outcome in by_kind.items()}
             by_split[Split(num_ranks, size)] = outcome_of

@@ -128,10 +128,10 @@ def test_the_loss_of_a_step_is_the_weighted_mean_over_its_supervised_slots(ranks
     micro_batches = feed.read_step(0)
     loss_sum = weight_sum = 0.0
     for micro in micro_batches:
-        batch = micro.batch
+        batch = micro.batch.to(ranks.device, torch.float32)
         with torch.no_grad():
             hidden_QD = learner.engine.module(
-                batch.taps_SE.float(),
+                batch.taps_SE,
                 batch.context_positions_S,
                 learner.parts.embedding_VD[batch.input_ids_Q],
                 batch.block_positions_Q,
@@ -148,6 +148,27 @@ def test_the_loss_of_a_step_is_the_weighted_mean_over_its_supervised_slots(ranks
     assert totals.num_tokens == sum(
         len(SEQUENCES[visit.index].token_ids) for micro in micro_batches for visit in micro.visits
     )
+
+
+def test_sums_of_zero_1_in_bf16_are_fp32_and_no_gradient_stays(ranks):
+    learner, feed = start(ranks, train_settings(precision="bfloat16", micro_batch_sequences=1))
+    parameters = dict(learner.engine.module.named_parameters())
+    seen = {name: [] for name in parameters}
+    for name, parameter in parameters.items():
+        parameter.register_hook(lambda gradient, of=seen[name]: of.append(gradient.float().view(-1)))
+    for micro in feed.read_step(0):
+        learner._backward(micro.batch, 1e-2)
+    (sums,) = learner.engine.optimizer.fp32_groups_gradients
+    assert sums[0].dtype == torch.float32
+    for of_parameter, total in zip(seen.values(), sums, strict=True):
+        assert len(of_parameter) == 4
+        assert torch.equal(total, sum(of_parameter[1:], of_parameter[0]))
+    assert all(parameter.grad is None for parameter in parameters.values())
+
+
+def test_sums_of_zero_1_are_not_rounded_on_their_way_between_ranks():
+    config = engine_config(train_settings(precision="bfloat16"), "cuda")
+    assert config["communication_data_type"] == "fp32"
 
 
 def weights_of(learner: Learner) -> list[torch.Tensor]:

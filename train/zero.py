@@ -6,11 +6,14 @@ already a share of the step's, then `take_step` with that step's learning rate.
 
 import logging
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
 
 from recipes.schema import Train
@@ -41,6 +44,8 @@ def engine_config(train: Train, device_type: str) -> dict[str, Any]:
     }
     if is_bf16 and train.zero_stage > 0:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if train.zero_stage == 1:  # sums go between ranks, once a step: they are not rounded for it
+        config["communication_data_type"] = "fp32"
     return config
 
 
@@ -72,7 +77,28 @@ def start_engine(drafter: nn.Module, train: Train, ranks: Ranks) -> deepspeed.De
         config=engine_config(train, ranks.device.type),
         dist_init_required=False,
     )
+    if isinstance(engine.optimizer, BF16_Optimizer):
+        _sum_as_they_come(engine.optimizer)
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):  # it made its moments by a step on zeros
+        for state in engine.optimizer.state.values():
+            state["step"].zero_()
     return engine
+
+
+def _sum_as_they_come(optimizer: BF16_Optimizer) -> None:
+    """Of ZeRO-1 in bf16: each gradient is added to its fp32 sum as soon as it is there, and let go.
+
+    DeepSpeed would hold all of them to the end of the backward pass, and make each fp32 first.
+    """
+
+    def add(parameter: torch.Tensor, group: int, index: int) -> None:
+        optimizer.fp32_groups_gradients[group][index].add_(parameter.grad.view(-1))
+        optimizer.fp32_groups_has_gradients[group][index] = True
+        parameter.grad = None
+
+    for group, parameters in enumerate(optimizer.bf16_groups):
+        for index, parameter in enumerate(parameters):
+            parameter.register_post_accumulate_grad_hook(partial(add, group=group, index=index))
 
 
 def take_step(engine: deepspeed.DeepSpeedEngine, learning_rate: float) -> float | None:
