@@ -68,7 +68,7 @@ def bucket_bytes(train: Train, num_trained: int, num_parameters: int) -> int:
 
 
 def step_bytes(train: Train, num_parameters: int, ranks: int) -> float:
-    """The rank's gradients once more, in one piece: at the optimizer step, but for sums that ZeRO-1 has in one."""
+    """The rank's gradients once more, in one piece, at the optimizer step; ZeRO-1's fp32 sums are one."""
     has_one_sum = train.zero_stage == 1 and train.precision == "bfloat16"
     is_copied = train.zero_stage in {1, 2} and not has_one_sum and not train.offload_optimizer
     return FP32 * num_parameters / ranks if is_copied else 0

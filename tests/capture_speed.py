@@ -3,9 +3,9 @@
     python tests/capture_speed.py [--layers 32] [--requests 32] [--prompt 256] [--new 256] [--repeats 2]
         [--decoding plain] [--decoding trees]
 
-Of plain engines, then of engines with trees, one with capture and one without are started together and work
-in turn.  "with shards" is the data phase's own work, states compared with a prefill's, looked through, written and on
-the disk, until the last shard is generated; "the last one" is how long its writing then takes, beside nothing.
+Of plain engines, then of engines with trees, one with capture and one without are started together and
+work in turn.  "with shards" is the data phase's own work until the last shard is generated: states compared
+with a prefill's, looked through, written and on the disk.  "the last one": how long its writing takes then.
 Weights are dummies, so nothing is accepted and a tree's step is one token a request.
 """
 
@@ -321,7 +321,8 @@ def show(measured: dict[tuple[str, str], Measured], decoding: str, work: Work) -
     table.add_row(decoding, f"{without:,.0f}", *cells, f"{made.last_s:.1f} s")
     Console(width=110).print(table)
     print(
-        f"{work.of_shard} requests a shard, {work.requests} at once: {work.prompt} tokens of prompt, {work.new} new"
+        f"{work.of_shard} requests a shard, {work.requests} at once: {work.prompt} tokens of prompt,"
+        f" {work.new} new"
     )
 
 

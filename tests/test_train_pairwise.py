@@ -12,11 +12,12 @@ from train.pairwise import (
     DraftedBlocks,
     Labelled,
     PairwiseHead,
-    fill_table,
+    fill_tables,
     gather_blocks,
     label_among_candidates,
     label_in_vocabulary,
     loss_sum,
+    score,
 )
 from train.target_parts import TargetParts
 from train.tree_acceptance import (
@@ -81,7 +82,7 @@ def scores_by_hand(head: PairwiseHead, blocks: DraftedBlocks, block: int, slot: 
 
 def test_the_table_is_its_definition():
     head, blocks = make_head(), make_blocks()
-    table_ALCC = fill_table(head, head.make_tables(), blocks)
+    table_ALCC = fill_tables(head.make_tables(), blocks)
     for block, slot, row in [(0, 0, 0), (0, 0, 3), (4, 1, 2), (8, 2, 6)]:
         parent = blocks.anchors_A[block] if slot == 0 else blocks.tokens_ALC[block, slot - 1, row]
         expected = scores_by_hand(head, blocks, block, slot, int(parent))
@@ -90,15 +91,15 @@ def test_the_table_is_its_definition():
 
 def test_scores_after_a_parent_and_the_rests_sum_to_one():
     head, blocks = make_head(), make_blocks()
-    scores = head.score(head.make_tables(), blocks, torch.randint(0, VOCAB, (9, SLOTS, 4)))
-    total_ALP = scores.candidates_ALPC.exp().sum(-1) + scores.rest_ALP.exp()
+    scores = score(head.make_tables(), blocks, torch.randint(0, VOCAB, (9, SLOTS, 4)))
+    total_ALP = scores.candidates_BLPC.exp().sum(-1) + scores.rest_BLP.exp()
     torch.testing.assert_close(total_ALP, torch.ones_like(total_ALP))
-    assert (scores.candidates_ALPC <= 0).all()
+    assert (scores.candidates_BLPC <= 0).all()
 
 
 def test_an_untrained_head_changes_nothing():
     head, blocks = make_head(is_trained=False), make_blocks()
-    table_ALCC = fill_table(head, head.make_tables(), blocks)
+    table_ALCC = fill_tables(head.make_tables(), blocks)
     marginals = [torch.tensor(broadcast_marginals(each.numpy())) for each in blocks.log_probs_ALC]
     torch.testing.assert_close(table_ALCC.detach(), torch.stack(marginals), rtol=0, atol=2e-6)
 
@@ -106,7 +107,7 @@ def test_an_untrained_head_changes_nothing():
 def test_candidates_that_are_the_whole_vocabulary_leave_the_rest_nothing():
     blocks = make_blocks(count=VOCAB)
     head = make_head(is_trained=False)
-    table_ALCC = fill_table(head, head.make_tables(), blocks)
+    table_ALCC = fill_tables(head.make_tables(), blocks)
     assert table_ALCC.isfinite().all()
     torch.testing.assert_close(table_ALCC[:, :, 0], blocks.log_probs_ALC, rtol=0, atol=1e-5)
 
@@ -247,7 +248,7 @@ def test_a_few_steps_learn_who_follows_whom():
         optimizer.zero_grad()
         value.backward()
         optimizer.step()
-    table_ALCC = fill_table(head, head.make_tables(), blocks).detach()
+    table_ALCC = fill_tables(head.make_tables(), blocks).detach()
     before = accepted_by_chains(torch.zeros_like(table_ALCC), tokens_ALC, blocks.labels_AL)
     after = accepted_by_chains(table_ALCC, tokens_ALC, blocks.labels_AL)
     assert after.float().mean() > before.float().mean() + 0.3

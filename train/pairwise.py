@@ -2,22 +2,15 @@
 
 A block-diffusion drafter scores each slot without knowing which token the slot before took.  This head adds
 to its scores a low-rank term of the two tokens, mixed with the slot's hidden state; drafter and target stay
-as they are, and an untrained head changes nothing.  Neither files nor optimizers here: the losses are for a
-training loop, `PairwiseHead.score` is what fills the table that `serve.tree.grow_tree` takes.
+as they are, and an untrained head changes nothing.  The scores and the file are `serve/pairwise.py`'s; here
+are the head as it is trained, from projections of the target's rows, and its losses.
 """
 
 # A=blocks  L=drafted slots of a block (its size - 1)  P=parents of a slot  C=candidates of a slot
 # D=hidden  V=vocabulary  r=rank
 #
-# q = the drafter's distribution at a slot, h its state there, p the parent: the token of the slot before
-#
-# A = embedding P_a   B = head P_b                                       [V, r], of the target's frozen rows
-# m(h, p)        = A[p] * (1 + G h)                                      G: [r, D]   b: [r]
-# x(c)           = log q(c) + m B[c]                                     c among the slot's C candidates
-# x(rest)        = log (1 - sum of q over the candidates) + m b          all other tokens
-# s(p, c)        = x(c) - log (sum of exp x over candidates and rest)    a log-probability, so a tree's score
-#
-# The whole vocabulary instead of candidates and rest: log-softmax of log q + m B.
+# In `serve.pairwise`'s scores parents = embedding P_a and children = head P_b [V, r]: of the target's rows.
+# Over the whole vocabulary instead of candidates and rest: log-softmax of log q + m children.
 
 from dataclasses import dataclass
 
@@ -27,11 +20,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from recipes.schema import Objective as Settings
+from serve.pairwise import PairwiseTables, Scores, fill_table, mix, score_after
 from serve.tree_candidates import rank_candidates
 from train.objective import d_pace_weights, slot_weights
 from train.target_parts import TargetParts
 
-_LEAST_REST = 1e-6  # about what fp32 leaves of 1 - 1
 _RANKED_LOGITS = 1 << 23
 
 
@@ -110,22 +103,6 @@ class ProjectedTable(nn.Module):
         return self.rows_VD @ self.weight
 
 
-@dataclass(frozen=True)
-class Tables:
-    """What a server makes once, at load."""
-
-    parents_Vr: torch.Tensor
-    children_Vr: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Log-probabilities given a parent, fp32; over candidates and rest they sum to one."""
-
-    candidates_ALPC: torch.Tensor
-    rest_ALP: torch.Tensor
-
-
 class PairwiseHead(nn.Module):
     def __init__(self, parts: TargetParts, rank: int):
         """Changes nothing until it is trained: the children's table is zero."""
@@ -137,34 +114,19 @@ class PairwiseHead(nn.Module):
         nn.init.normal_(self.parent_table.weight, std=rank**-0.5)
         nn.init.zeros_(self.gate.weight)
 
-    def make_tables(self) -> Tables:
-        return Tables(self.parent_table(), self.child_table())
-
-    def mix(self, tables: Tables, hidden_ALD: torch.Tensor, parents_ALP: torch.Tensor) -> torch.Tensor:
-        """m of every parent of every slot. [A, L, P, r]"""
-        gate_ALr = self.gate(hidden_ALD.to(self.gate.weight.dtype))
-        return F.embedding(parents_ALP, tables.parents_Vr) * (1 + gate_ALr[:, :, None])
-
-    def score(self, tables: Tables, blocks: DraftedBlocks, parents_ALP: torch.Tensor) -> Scores:
-        """s of each slot's candidates after each of `parents_ALP`."""
-        mixed_ALPr = self.mix(tables, blocks.hidden_ALD, parents_ALP)
-        children_ALCr = F.embedding(blocks.tokens_ALC, tables.children_Vr)
-        x_ALPC = blocks.log_probs_ALC[:, :, None] + mixed_ALPr @ children_ALCr.transpose(-1, -2)
-        rest_AL = (1 - blocks.log_probs_ALC.exp().sum(-1)).clamp_min(_LEAST_REST).log()
-        rest_ALP = rest_AL[:, :, None] + mixed_ALPr @ self.rest_r
-        scores_ALPC = torch.cat([x_ALPC, rest_ALP[..., None]], dim=-1).log_softmax(-1)
-        return Scores(scores_ALPC[..., :-1], scores_ALPC[..., -1])
+    def make_tables(self) -> PairwiseTables:
+        """With gradients; what a server makes no more, since its file holds them."""
+        return PairwiseTables(self.parent_table(), self.child_table(), self.gate.weight, self.rest_r)
 
 
-def fill_table(head: PairwiseHead, tables: Tables, blocks: DraftedBlocks) -> torch.Tensor:
-    """What `serve.tree.grow_tree` takes for each block. [A, L, C, C] fp32
+def score(tables: PairwiseTables, blocks: DraftedBlocks, parents_ALP: torch.Tensor) -> Scores:
+    """s of each slot's candidates after each of `parents_ALP`."""
+    return score_after(tables, blocks.hidden_ALD, parents_ALP, blocks.tokens_ALC, blocks.log_probs_ALC)
 
-    A slot's parents are the candidates of the slot before; those of slot 1 are the anchor, in every row.
-    """
-    count = blocks.tokens_ALC.shape[-1]
-    first_A1C = blocks.anchors_A[:, None, None].expand(-1, 1, count)
-    parents_ALC = torch.cat([first_A1C, blocks.tokens_ALC[:, :-1]], dim=1)
-    return head.score(tables, blocks, parents_ALC).candidates_ALPC
+
+def fill_tables(tables: PairwiseTables, blocks: DraftedBlocks) -> torch.Tensor:
+    """What `serve.tree.grow_tree` takes for each block. [A, L, C, C] fp32"""
+    return fill_table(tables, blocks.hidden_ALD, blocks.anchors_A, blocks.tokens_ALC, blocks.log_probs_ALC)
 
 
 # Losses
@@ -185,12 +147,12 @@ class Labelled:
 
 def label_among_candidates(head: PairwiseHead, blocks: DraftedBlocks) -> Labelled:
     """Over the drafter's candidates and the rest, as the server does: no product with the vocabulary."""
-    scores = head.score(head.make_tables(), blocks, blocks.recorded_parents[:, :, None])
+    scores = score(head.make_tables(), blocks, blocks.recorded_parents[:, :, None])
     hit_ALC = blocks.tokens_ALC == blocks.labels_AL[:, :, None]
     is_candidate_AL = hit_ALC.any(-1)
     place_AL1 = hit_ALC.long().argmax(-1, keepdim=True)
-    of_label_AL = scores.candidates_ALPC[:, :, 0].gather(-1, place_AL1)[..., 0]
-    return Labelled(of_label_AL.where(is_candidate_AL, scores.rest_ALP[:, :, 0]), is_candidate_AL)
+    of_label_AL = scores.candidates_BLPC[:, :, 0].gather(-1, place_AL1)[..., 0]
+    return Labelled(of_label_AL.where(is_candidate_AL, scores.rest_BLP[:, :, 0]), is_candidate_AL)
 
 
 def label_in_vocabulary(
@@ -201,7 +163,7 @@ def label_in_vocabulary(
     head_VD: the target's.  About `most_logits` logits exist at a time; the backward pass makes them again.
     """
     tables = head.make_tables()
-    mixed_ALr = head.mix(tables, blocks.hidden_ALD, blocks.recorded_parents[:, :, None])[:, :, 0]
+    mixed_ALr = mix(tables, blocks.hidden_ALD, blocks.recorded_parents[:, :, None])[:, :, 0]
     step = max(1, most_logits // (len(head_VD) * blocks.labels_AL.shape[1]))
     chunks = zip(
         blocks.hidden_ALD.split(step), mixed_ALr.split(step), blocks.labels_AL.split(step), strict=True
