@@ -16,14 +16,16 @@ from recipes.target_config import find_config
 from serve.drafter_config import (
     ARCHITECTURE,
     CONFIG_NAME,
+    PAIRWISE_NAME,
     SLIDING,
     PublishedConfig,
     Shapes,
     expected_tensors,
+    pairwise_tensors,
     parse_config,
 )
 from serve.drafter_fit import STORED_DTYPES, config_differences, refuse, tensor_differences
-from serve.headers import read_headers, read_json
+from serve.headers import read_file_headers, read_headers, read_json
 
 __all__ = ["DrafterSummary", "check_checkpoint", "expected_tensors", "load_target_config", "published_config"]
 
@@ -41,6 +43,8 @@ class DrafterSummary:
     hidden_size: int
     num_parameters: int
     dtype: str
+    pairwise_rank: int | None
+    """Of its pairwise head, if it has one (`serve.pairwise`)."""
 
 
 def load_target_config(model: str, revision: str | None = None) -> dict[str, Any]:
@@ -121,7 +125,7 @@ def check_checkpoint(ckpt: Path, target_model: str, revision: str | None = None)
     refuse(str(ckpt), config_differences(config, load_target_config(target_model, revision)))
     found, expected = read_headers(ckpt), expected_tensors(raw)
     refuse(str(ckpt), tensor_differences(found, expected, STORED_DTYPES[config.dtype]))
-    return _summarize(config, expected)
+    return _summarize(config, expected, _find_pairwise_rank(ckpt, config))
 
 
 def read_drafter_config(ckpt: Path) -> dict[str, Any]:
@@ -131,7 +135,19 @@ def read_drafter_config(ckpt: Path) -> dict[str, Any]:
     return read_json(ckpt / CONFIG_NAME)
 
 
-def _summarize(c: PublishedConfig, expected: Shapes) -> DrafterSummary:
+def _find_pairwise_rank(ckpt: Path, config: PublishedConfig) -> int | None:
+    """None without a head; UserError for one of another drafter."""
+    path = ckpt / PAIRWISE_NAME
+    if not path.is_file():
+        return None
+    found = read_file_headers(path)
+    rank = found["rest_r"].shape[0] if "rest_r" in found else 0
+    expected = pairwise_tensors(config.vocab_size, config.hidden_size, rank)
+    refuse(str(path), tensor_differences(found, expected, STORED_DTYPES["bfloat16"]))
+    return rank
+
+
+def _summarize(c: PublishedConfig, expected: Shapes, pairwise_rank: int | None) -> DrafterSummary:
     return DrafterSummary(
         block_size=c.block_size,
         target_layer_ids=tuple(c.target_layer_ids),
@@ -141,4 +157,5 @@ def _summarize(c: PublishedConfig, expected: Shapes) -> DrafterSummary:
         hidden_size=c.hidden_size,
         num_parameters=sum(math.prod(shape) for shape in expected.values()),
         dtype=c.dtype,
+        pairwise_rank=pairwise_rank,
     )

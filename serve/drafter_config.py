@@ -6,6 +6,7 @@ target's.  Whether a config fits a target is asked in `serve.drafter_fit`.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -17,6 +18,8 @@ from recipes.schema import LayerType
 ARCHITECTURE = "DFlashDraftModel"
 CONFIG_NAME = "config.json"
 SLIDING = "sliding_attention"
+PAIRWISE_NAME = Path("pairwise") / "head.safetensors"
+"""A pairwise head (`serve.pairwise`), where those who load a checkpoint's own weights do not look."""
 
 Shapes = dict[str, tuple[int, ...]]
 Positive = Annotated[int, Field(gt=0)]
@@ -80,6 +83,16 @@ def expected_tensors(config: Mapping[str, Any]) -> Shapes:
     for i in range(c.num_hidden_layers):
         shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in _layer_tensors(c).items()}
     return shapes
+
+
+def pairwise_tensors(vocab_size: int, hidden_size: int, rank: int) -> Shapes:
+    """Those of `serve.pairwise.PairwiseTables`."""
+    return {
+        "parents_Vr": (vocab_size, rank),
+        "children_Vr": (vocab_size, rank),
+        "gate_rD": (rank, hidden_size),
+        "rest_r": (rank,),
+    }
 
 
 def _layer_tensors(c: PublishedConfig) -> Shapes:

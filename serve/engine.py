@@ -18,7 +18,7 @@ from recipes.errors import UserError
 from recipes.load import resolve_model
 from recipes.schema import Serve, Target
 from serve.checkpoint import read_drafter_config
-from serve.drafter_config import parse_config
+from serve.drafter_config import PAIRWISE_NAME, parse_config
 
 # What a launcher (deepspeed, torchrun, mpirun) tells its ranks; an engine that reads it joins their group.
 _RANK_VARIABLES = frozenset(
@@ -120,10 +120,11 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's EngineArgs (and of LLM).
 
-    `budget` None drafts the stock DFlash chain with the checkpoint, PLAIN_BUDGET decodes without a drafter,
-    and any other number drafts trees of so many nodes.  `swappable`: options of `serve.served.Served`, where
-    other checkpoints may take the drafter's place while the engine runs.  `sleeps`: on CUDA the engine may
-    leave the GPU to others for a while; a CPU's has no such mode, and is as without.
+    `budget` None drafts the stock DFlash chain with the checkpoint, or what its pairwise head prefers;
+    PLAIN_BUDGET decodes without a drafter, any other number drafts trees of so many nodes.  `swappable`:
+    options of `serve.served.Served`, where other checkpoints may take the drafter's place while the engine
+    runs.  `sleeps`: on CUDA the engine may leave the GPU to others for a while; a CPU's has no such mode, and
+    is as without.
     """
     check_budget(budget)
     arguments = _target_arguments(target) | _capacity_arguments(serve) | _device_arguments(serve)
@@ -139,7 +140,7 @@ def engine_arguments(
         options["swap"] = swappable
     if options:
         arguments["additional_config"].setdefault(SECTION, {}).update(options)
-    if budget:
+    if "tree" in options:
         # vLLM's compiler cannot look into plain torch's loops, which a CPU runs
         arguments["enforce_eager"] = serve.enforce_eager or not is_cuda()
     return arguments
@@ -217,4 +218,9 @@ def _drafting(ckpt: Path, budget: int | None) -> tuple[dict[str, Any], dict[str,
     """vLLM's speculative_config, and what our plugin is asked for."""
     num_slots = parse_config(read_drafter_config(ckpt), str(ckpt)).block_size - 1
     speculative = {"method": "dflash", "model": str(ckpt), "num_speculative_tokens": budget or num_slots}
-    return speculative, {"tree": {"num_slots": num_slots}} if budget else {}
+    tree: dict[str, Any] = {"num_slots": num_slots}
+    if budget:
+        return speculative, {"tree": tree}
+    if (ckpt / PAIRWISE_NAME).exists():
+        return speculative, {"tree": tree | {"chains": True}}
+    return speculative, {}

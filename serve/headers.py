@@ -25,7 +25,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     """Name -> header over all weight files.  Raises UserError when one is missing, damaged or cut short."""
     headers: dict[str, TensorHeader] = {}
     for path in _weight_files(folder):
-        headers |= _read_file(path)
+        headers |= read_file_headers(path)
     return headers
 
 
@@ -43,7 +43,8 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _read_file(path: Path) -> dict[str, TensorHeader]:
+def read_file_headers(path: Path) -> dict[str, TensorHeader]:
+    """Of one file."""
     try:
         with safe_open(path, framework="np") as weights:
             slices = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118

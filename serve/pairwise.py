@@ -18,19 +18,20 @@ look.  Pure but for that file; `train/pairwise.py` trains one.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch.nn import functional as F
 
 from recipes.errors import UserError
+from serve.drafter_config import PAIRWISE_NAME, pairwise_tensors
 from serve.tensor_file import TensorParts, write_tensors
 
-FILE = Path("pairwise") / "head.safetensors"
-"""Below a checkpoint's folder."""
 _VERSION = "1"
 _VERSION_KEY = "draftsmith_pairwise"
-_LEAST_REST = 1e-6  # about what fp32 leaves of 1 - 1
+LEAST_REST = 1e-6
+"""Of a probability: about what fp32 leaves of 1 - 1."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,22 @@ class PairwiseTables:
     def rank(self) -> int:
         return len(self.rest_r)
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> "PairwiseTables":
-        return PairwiseTables(*(each.to(device, dtype) for each in vars(self).values()))
+    @classmethod
+    def without_effect(cls, vocab_size: int, hidden_size: int, rank: int, **like: Any) -> "PairwiseTables":
+        """Scores are the drafter's own then, as near as fp32 goes.  like: device and dtype."""
+        shapes = pairwise_tensors(vocab_size, hidden_size, rank)
+        return cls(**{name: torch.zeros(shape, **like) for name, shape in shapes.items()})
+
+    def copy_(self, other: "PairwiseTables | None") -> None:
+        """In place, where graphs look; `other` has at most this rank.  None: without effect."""
+        for own in vars(self).values():
+            own.zero_()
+        if other is not None:
+            rank = other.rank
+            self.parents_Vr[:, :rank].copy_(other.parents_Vr)
+            self.children_Vr[:, :rank].copy_(other.children_Vr)
+            self.gate_rD[:rank].copy_(other.gate_rD)
+            self.rest_r[:rank].copy_(other.rest_r)
 
 
 @dataclass(frozen=True)
@@ -78,7 +93,7 @@ def score_after(
     mixed_BLPr = mix(tables, hidden_BLD, parents_BLP)
     children_BLCr = F.embedding(tokens_BLC, tables.children_Vr).float()
     x_BLPC = log_probs_BLC[:, :, None] + mixed_BLPr @ children_BLCr.transpose(-1, -2)
-    rest_BL = (1 - log_probs_BLC.exp().sum(-1)).clamp_min(_LEAST_REST).log()
+    rest_BL = (1 - log_probs_BLC.exp().sum(-1)).clamp_min(LEAST_REST).log()
     rest_BLP = rest_BL[:, :, None] + mixed_BLPr @ tables.rest_r.float()
     scores_BLPC = torch.cat([x_BLPC, rest_BLP[..., None]], dim=-1).log_softmax(-1)
     return Scores(scores_BLPC[..., :-1], scores_BLPC[..., -1])
@@ -101,12 +116,25 @@ def fill_table(
     return score_after(tables, hidden_BLD, parents_BLC, tokens_BLC, log_probs_BLC).candidates_BLPC
 
 
+def walk_chain(scores_BLCC: torch.Tensor) -> torch.Tensor:
+    """The greedy chain: each slot's best candidate after that of the slot before, the lower of equals. [B, L]
+
+    Scores as `serve.tree.grow_tree` takes them.
+    """
+    at_B11 = torch.zeros_like(scores_BLCC[:, 0, :1, :1], dtype=torch.int64)
+    chain = []
+    for scores_BCC in scores_BLCC.unbind(1):
+        at_B11 = scores_BCC.take_along_dim(at_B11, 1).argmax(-1, keepdim=True)
+        chain.append(at_B11[:, 0])
+    return torch.cat(chain, dim=1)
+
+
 # The file
 
 
 def write_pairwise(ckpt: Path, tables: PairwiseTables) -> Path:
     """In bf16, whole or not at all."""
-    path = ckpt / FILE
+    path = ckpt / PAIRWISE_NAME
     path.parent.mkdir(exist_ok=True)
     parts = {
         name: TensorParts(torch.bfloat16, tuple(each.shape), [each.detach().to("cpu", torch.bfloat16)])
@@ -118,7 +146,7 @@ def write_pairwise(ckpt: Path, tables: PairwiseTables) -> Path:
 
 def read_pairwise(ckpt: Path, hidden_size: int, vocab_size: int) -> PairwiseTables | None:
     """A checkpoint's head on the CPU; None where it has none.  UserError for one that does not fit."""
-    path = ckpt / FILE
+    path = ckpt / PAIRWISE_NAME
     if not path.exists():
         return None
     try:
@@ -137,12 +165,7 @@ def read_pairwise(ckpt: Path, hidden_size: int, vocab_size: int) -> PairwiseTabl
 
 def _check(path: Path, found: dict[str, torch.Tensor], hidden_size: int, vocab_size: int) -> None:
     rank = found["rest_r"].shape[0] if found.get("rest_r") is not None and found["rest_r"].ndim else 0
-    expected = {
-        "parents_Vr": (vocab_size, rank),
-        "children_Vr": (vocab_size, rank),
-        "gate_rD": (rank, hidden_size),
-        "rest_r": (rank,),
-    }
+    expected = pairwise_tensors(vocab_size, hidden_size, rank)
     shapes = {name: tuple(each.shape) for name, each in found.items()}
     if not rank or shapes != expected:
         raise UserError(

@@ -44,6 +44,9 @@ def _drafting_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         for note in plan.adopted.notes:
             yield "", note
     yield from _shape_rows(plan.drafter)
+    rank = plan.drafter.pairwise_rank
+    if rank is not None:
+        yield "pairwise", f"a head of rank {rank}: tokens are scored after their parents"
     yield "budget", _describe_budget(plan.budget, plan.drafter.block_size - 1)
 
 

@@ -80,13 +80,14 @@ def plant_trees(
     is_chain_S: torch.Tensor,
     slots_B: torch.Tensor,
     planted: Topology,
+    chain_BL: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Plants grown trees, as `serve.tree_slots.TreeSlots.plant`; the nodes' tokens. int64 [B, N]
 
     candidates_BLC: the tokens that the trees' candidates stand for.  is_chain_S: bool, the request slots that
-    are to have the chain of first candidates instead; past its end tokens are 0.  slots_B: of any stride;
-    negative for a graph's padding, which is planted nowhere.  planted: by request slot, [S, N], [S, N] and
-    [S], written in place.
+    are to have a chain instead; past its end tokens are 0.  slots_B: of any stride; negative for a graph's
+    padding, which is planted nowhere.  planted: by request slot, [S, N], [S, N] and [S], written in place.
+    chain_BL: dense, int64, the chain's candidates; None: each slot's first.
     """
     batch, budget = trees.parents_BN.shape
     assert candidates_BLC.shape[0] == batch, f"{candidates_BLC.shape} for {batch} trees"
@@ -95,12 +96,14 @@ def plant_trees(
         assert dense.is_contiguous(), f"trees have strides {dense.stride()}"
     for dense in (planted.parents_BN, planted.depths_BN):
         assert dense.is_contiguous(), f"planted trees have strides {dense.stride()}"
+    assert chain_BL is None or chain_BL.is_contiguous(), "chains lie apart"
     tokens_BN = torch.empty(batch, budget, dtype=torch.int64, device=candidates_BLC.device)
     _plant_kernel[(batch,)](
         trees.parents_BN,
         trees.depths_BN,
         trees.num_nodes_B,
         trees.candidates_BN,
+        chain_BL,
         candidates_BLC,
         is_chain_S,
         slots_B,
@@ -440,6 +443,7 @@ def _plant_kernel(
     depths: tl.tensor,
     node_counts: tl.tensor,
     candidates: tl.tensor,
+    chain: tl.tensor | None,
     candidate_tokens: tl.tensor,
     chain_flags: tl.tensor,
     slots: tl.tensor,
@@ -463,8 +467,11 @@ def _plant_kernel(
     at = request * most_nodes + number
     parent = tl.where(is_tree, tl.load(parents + at, mask=inside, other=0), number - 1)
     depth = tl.where(is_tree, tl.load(depths + at, mask=inside, other=0), number + 1)
-    candidate = tl.where(is_tree, tl.load(candidates + at, mask=inside, other=0), 0)
     place = tl.maximum(depth - 1, 0)  # padding has depth 0
+    of_chain = tl.zeros_like(parent)
+    if chain is not None:
+        of_chain = tl.load(chain + request * num_slots + place, mask=inside & (place < num_slots), other=0)
+    candidate = tl.where(is_tree, tl.load(candidates + at, mask=inside, other=0), of_chain)
     token = tl.load(
         candidate_tokens
         + request * token_request_stride

@@ -22,6 +22,8 @@ from transformers import AutoConfig
 from recipes.errors import UserError
 from recipes.load import load_recipe
 from serve.checkpoint import check_checkpoint, expected_tensors, load_target_config, published_config
+from serve.drafter_config import pairwise_tensors
+from serve.pairwise import PairwiseTables, write_pairwise
 
 TARGET = str(EMBEDDED_TARGET)
 FLAGSHIP_TARGET = {
@@ -227,3 +229,24 @@ def test_a_recipe_that_does_not_fit_its_target_gives_no_config():
 def test_the_check_needs_no_torch():
     code = "import sys, serve.checkpoint; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# A pairwise head
+
+
+def write_head(ckpt: Path, rank: int, vocab_size: int) -> None:
+    hidden_size = tiny_config()["hidden_size"]
+    shapes = pairwise_tensors(vocab_size, hidden_size, rank)
+    write_pairwise(ckpt, PairwiseTables(**{name: torch.zeros(shape) for name, shape in shapes.items()}))
+
+
+def test_a_pairwise_head_is_found_and_none_is_none(tmp_path):
+    assert check_checkpoint(write_random_drafter(tmp_path), TARGET).pairwise_rank is None
+    write_head(tmp_path, 6, tiny_config()["vocab_size"])
+    assert check_checkpoint(tmp_path, TARGET).pairwise_rank == 6
+
+
+def test_a_pairwise_head_of_another_vocabulary_is_refused_before_an_engine_starts(tmp_path):
+    write_head(write_random_drafter(tmp_path), 6, tiny_config()["vocab_size"] + 1)
+    with pytest.raises(UserError, match=r"pairwise/head\.safetensors.*\n?.*parents_Vr has shape"):
+        check_checkpoint(tmp_path, TARGET)

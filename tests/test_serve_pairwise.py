@@ -5,7 +5,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from recipes.errors import UserError
-from serve.pairwise import FILE, PairwiseTables, fill_table, read_pairwise, score_after, write_pairwise
+from serve.drafter_config import PAIRWISE_NAME
+from serve.pairwise import PairwiseTables, fill_table, read_pairwise, score_after, walk_chain, write_pairwise
 
 HIDDEN, VOCAB, RANK, SLOTS, COUNT = 8, 29, 3, 4, 5
 
@@ -66,7 +67,7 @@ def test_a_head_with_a_fault_is_refused(tmp_path, change, complaint):
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path):
-    path = tmp_path / FILE
+    path = tmp_path / PAIRWISE_NAME
     path.parent.mkdir()
     save_file({"a": torch.zeros(1)}, path)
     with pytest.raises(UserError, match="a pairwise head of version None, expected 1"):
@@ -87,3 +88,36 @@ def test_a_rows_parent_is_the_candidate_of_the_slot_before_and_the_firsts_the_an
             scores = score_after(tables, hidden_BLD, parents_BL1, tokens_BLC, log_probs_BLC)
             expected_BC = scores.candidates_BLPC[:, slot, 0]
             torch.testing.assert_close(table_BLCC[:, slot, row], expected_BC, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rank", [1, RANK])
+def test_tables_copied_into_wider_ones_give_the_same_scores_and_none_the_drafters_own(rank):
+    wide = PairwiseTables.without_effect(VOCAB, HIDDEN, RANK + 2, dtype=torch.bfloat16)
+    tables = PairwiseTables(*(each[..., :rank] for each in vars(make_tables()).values()))
+    tables = PairwiseTables(
+        tables.parents_Vr, tables.children_Vr, make_tables().gate_rD[:rank], tables.rest_r
+    )
+    generator = torch.Generator().manual_seed(2)
+    log_probs_BLC = torch.randn(1, SLOTS, VOCAB, generator=generator).log_softmax(-1)[..., :COUNT]
+    drafted = (
+        torch.randn(1, SLOTS, HIDDEN, generator=generator).bfloat16(),
+        torch.tensor([5]),
+        torch.randint(0, VOCAB, (1, SLOTS, COUNT), generator=generator),
+        log_probs_BLC,
+    )
+    wide.copy_(make_tables(3))  # whose traces must go
+    wide.copy_(tables)
+    torch.testing.assert_close(fill_table(wide, *drafted), fill_table(tables, *drafted), rtol=1e-6, atol=1e-6)
+    wide.copy_(None)
+    marginals = log_probs_BLC[:, :, None].expand(-1, -1, COUNT, -1)
+    torch.testing.assert_close(fill_table(wide, *drafted), marginals, rtol=0, atol=2e-6)
+
+
+def test_a_chain_takes_the_best_after_what_it_took_and_the_lower_of_equals():
+    scores_BLCC = -torch.randint(1, 4, (64, SLOTS, COUNT, COUNT), generator=torch.Generator().manual_seed(4))
+    for request, found in zip(scores_BLCC.float(), walk_chain(scores_BLCC.float()).tolist(), strict=True):
+        at, expected = 0, []
+        for of_slot in request.tolist():
+            at = of_slot[at].index(max(of_slot[at]))
+            expected.append(at)
+        assert found == expected

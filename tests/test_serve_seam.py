@@ -68,6 +68,8 @@ def test_the_installed_plugin_is_ours_and_wraps_once():
 
 def test_what_trees_ask_for_is_read():
     assert read_options({"draftsmith": {"tree": {"num_slots": 7}}}) == SeamOptions(num_slots=7)
+    chains = {"draftsmith": {"tree": {"num_slots": 7, "chains": True}}}
+    assert read_options(chains) == SeamOptions(num_slots=7, chains=True)
 
 
 def test_an_unknown_option_is_refused():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from drafters import EMBEDDED_TARGET, REPOSITORY, TINY_RECIPE, tiny_recipe, writ
 
 from recipes.errors import MISTAKE, UserError
 from recipes.manifest import CheckpointManifest, identify_target, provenance, write_json
+from serve.drafter_config import PAIRWISE_NAME
 from serve.engine import SECTION, child_environment, engine_arguments, is_cuda, make_stock, read_budget
 from serve.plan import Request, make_plan
 from serve.ports import find_free_port, require_free_port
@@ -177,6 +179,20 @@ def test_a_tree_has_as_many_drafts_as_nodes_and_the_drafters_depth(published):
     arguments = engine_arguments(recipe.target, recipe.serve, published, 31)
     assert arguments["speculative_config"]["num_speculative_tokens"] == 31
     assert arguments["additional_config"][SECTION] == {"tree": {"num_slots": 7}}
+    assert arguments["enforce_eager"]
+
+
+@on_cpu
+def test_a_pairwise_head_has_the_chain_drafted_by_us(published, tmp_path):
+    recipe = tiny_recipe()
+    without = engine_arguments(recipe.target, recipe.serve, published, None)
+    assert without["additional_config"][SECTION] == {}
+    ckpt = shutil.copytree(published, tmp_path / "with_head")
+    (ckpt / PAIRWISE_NAME).parent.mkdir()
+    (ckpt / PAIRWISE_NAME).touch()
+    arguments = engine_arguments(recipe.target, recipe.serve, ckpt, None)
+    assert arguments["speculative_config"]["num_speculative_tokens"] == 7
+    assert arguments["additional_config"][SECTION] == {"tree": {"num_slots": 7, "chains": True}}
     assert arguments["enforce_eager"]
 
 

@@ -135,8 +135,9 @@ def draw_trees(seed: int) -> tuple[TreeBatch, int]:
     return tree_batch.grow_trees(scores, budget), scores.shape[1]
 
 
+@pytest.mark.parametrize("names_chain", [False, True])
 @pytest.mark.parametrize("seed", PLANTED)
-def test_a_planted_tree_or_chain_has_the_tokens_of_its_candidates(seed):
+def test_a_planted_tree_or_chain_has_the_tokens_of_its_candidates(seed, names_chain):
     trees, num_slots = draw_trees(seed)
     rng = np.random.default_rng(seed)
     batch, budget = trees.parents_BN.shape
@@ -150,12 +151,15 @@ def test_a_planted_tree_or_chain_has_the_tokens_of_its_candidates(seed):
         *(torch.full(shape, -5, device=DEVICE) for shape in 2 * [(SLOTS, budget)] + [(SLOTS,)])
     )
     expected = Topology(*(part.clone() for part in vars(planted).values()))
-    found_BN = plant_trees(trees, tokens_BLC, is_chain_S, strided_B, planted)
+    chain_BL = torch.from_numpy(rng.integers(0, most, (batch, num_slots))).to(DEVICE) if names_chain else None
+    found_BN = plant_trees(trees, tokens_BLC, is_chain_S, strided_B, planted, chain_BL)
     for request, slot in enumerate(slots_B.tolist()):
         if slot < 0:
             continue
         if is_chain_S[slot]:
-            text = [*tokens_BLC[request, :, 0].tolist(), *[0] * budget][:budget]
+            chain = chain_BL[request].tolist() if names_chain else [0] * num_slots
+            tokens = [int(tokens_BLC[request, place, candidate]) for place, candidate in enumerate(chain)]
+            text = [*tokens, *[0] * budget][:budget]
             expected.parents_BN[slot] = torch.arange(budget) - 1
             expected.depths_BN[slot] = torch.arange(budget) + 1
             expected.num_nodes_B[slot] = num_slots

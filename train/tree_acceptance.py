@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from serve.pairwise import walk_chain
 from serve.tree import follow_tree, grow_tree
 from serve.tree_batch import follow_trees, grow_trees
 
@@ -50,13 +51,8 @@ def accepted_by_chains(
     scores_ALCC: torch.Tensor, tokens_ALC: torch.Tensor, labels_AL: torch.Tensor
 ) -> torch.Tensor:
     """Drafts accepted of each block's greedy chain: at each slot what is best after the last. [A]"""
-    at_A11 = torch.zeros_like(labels_AL[:, :1, None])
-    chain = []
-    for slot in range(labels_AL.shape[1]):
-        of_parent_AC = scores_ALCC[:, slot].take_along_dim(at_A11, 1)[:, 0]
-        at_A11 = of_parent_AC.argmax(-1)[:, None, None]
-        chain.append(tokens_ALC[:, slot].gather(1, at_A11[:, 0]))
-    return (torch.cat(chain, dim=1) == labels_AL).long().cumprod(1).sum(1)
+    chain_AL = tokens_ALC.gather(2, walk_chain(scores_ALCC)[:, :, None])[:, :, 0]
+    return (chain_AL == labels_AL).long().cumprod(1).sum(1)
 
 
 def committed_by_step(accepted: Sequence[int]) -> list[int]:

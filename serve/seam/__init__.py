@@ -36,7 +36,9 @@ class SeamOptions:
     final_states: bool = False
     """What the target's head reads is captured too."""
     num_slots: int | None = None
-    """Depth that the drafter works at under trees; None drafts the chain."""
+    """Depth that the drafter works at under trees; None drafts vLLM's own chain."""
+    chains: bool = False
+    """Every tree is a chain: the one that a pairwise head prefers."""
     served: Served | None = None
     """What may be swapped; None: nothing."""
 
@@ -54,6 +56,7 @@ def read_options(additional_config: object) -> SeamOptions | None:
         target_layer_ids=tuple(capture["target_layer_ids"]) if capture else None,
         final_states=capture.get("final_states", False),
         num_slots=section["tree"]["num_slots"] if "tree" in section else None,
+        chains=section.get("tree", {}).get("chains", False),
         served=Served(**section["swap"]) if "swap" in section else None,
     )
 
@@ -110,4 +113,4 @@ def _prepare(vllm_config: Any, options: SeamOptions) -> None:
     if options.num_slots is not None:
         from serve.seam.trees import install_trees
 
-        install_trees(vllm_config, options.num_slots)
+        install_trees(vllm_config, options.num_slots, chains=options.chains)

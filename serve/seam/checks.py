@@ -39,6 +39,7 @@ TREE_SIGNATURES: Mapping[str, Parameters] = {
     "vllm.v1.worker.gpu.model_runner:init_speculator": ("vllm_config", "device", "req_states"),
     "vllm.v1.worker.gpu.model_runner:init_model_state": ("vllm_config", "model", "encoder_cache", "device"),
     f"{_SPECULATOR}.__init__": ("self", "vllm_config", "device"),
+    f"{_SPECULATOR}.load_draft_model": ("self", "target_model", "target_attn_layer_names"),
     f"{_SPECULATOR}.propose": (
         *("self", "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states"),
         *("num_sampled", "num_rejected", "last_sampled", "next_prefill_tokens", "temperature", "seeds"),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from serve.pairwise_kernels import fill_table, walk_chain
 from serve.seam.checks import SeamError
 from serve.seam.cuda_tree_attention import TreeFlashAttention
 from serve.seam.cuda_tree_gdn import TreeGatedDeltaNet
@@ -52,6 +53,8 @@ class CudaTreeRuntime(TreeRuntime):
 
     rank_candidates = staticmethod(rank_candidates)
     grow_trees = staticmethod(grow_trees)
+    fill_table = staticmethod(fill_table)
+    walk_chain = staticmethod(walk_chain)
 
     def reserve(self, layers: Mapping[str, Any], num_axes: int) -> None:
         limits = self.limits
@@ -184,8 +187,14 @@ class CudaTreeRuntime(TreeRuntime):
     def dummy_inputs(self, inputs: Mapping[str, Any], num_tokens: int) -> Mapping[str, Any]:
         return {"positions": self._buffers.cut(num_tokens).positions}
 
-    def plant(self, slots_B: torch.Tensor, trees: TreeBatch, candidates_BLC: torch.Tensor) -> torch.Tensor:
-        return plant_trees(trees, candidates_BLC, self._chain_only, slots_B, self._slots.planted)
+    def plant(
+        self,
+        slots_B: torch.Tensor,
+        trees: TreeBatch,
+        candidates_BLC: torch.Tensor,
+        chain_BL: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return plant_trees(trees, candidates_BLC, self._chain_only, slots_B, self._slots.planted, chain_BL)
 
     def shifts_of_rows(self, rows_T: torch.Tensor) -> torch.Tensor:
         """How much further than its row the node of each of these rows stands. [T]"""

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from serve.pairwise import fill_table, walk_chain
 from serve.tree_batch import Topology, TreeBatch, WalkBatch, grow_trees
 from serve.tree_candidates import rank_candidates
 from serve.tree_slots import PathRows, TreeSlots, begin_step, path_rows, tidy_rows, tokens_of
@@ -51,6 +52,8 @@ class StepLimits:
     """Depth the drafter works at: its block less the anchor, at most the budget."""
     requests: int
     rows: int
+    chains: bool = False
+    """No request has another tree than a chain."""
 
 
 class TreeRuntime:
@@ -58,6 +61,8 @@ class TreeRuntime:
 
     rank_candidates = staticmethod(rank_candidates)
     grow_trees = staticmethod(grow_trees)
+    fill_table = staticmethod(fill_table)
+    walk_chain = staticmethod(walk_chain)
 
     def __init__(self, limits: StepLimits, device: torch.device) -> None:
         self.limits, self.device = limits, device
@@ -88,7 +93,7 @@ class TreeRuntime:
 
     def admit(self, slot: int, *, chain_only: bool) -> None:
         """A new request took this slot; a chain is all that its sampling settings allow, or any tree."""
-        self._chain_only[slot] = chain_only
+        self._chain_only[slot] = chain_only or self.limits.chains
 
     def begin(self, input_batch: Any) -> None:
         """A real step begins."""
@@ -191,11 +196,17 @@ class TreeRuntime:
         if step is not None and step.paths is not None:
             tidy_rows(states, step.paths)
 
-    def plant(self, slots_B: torch.Tensor, trees: TreeBatch, candidates_BLC: torch.Tensor) -> torch.Tensor:
+    def plant(
+        self,
+        slots_B: torch.Tensor,
+        trees: TreeBatch,
+        candidates_BLC: torch.Tensor,
+        chain_BL: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Keeps what was drafted for the next step; the tokens that the engine is to see. [B, N]
 
         slots_B: of the requests, negative for a graph's padding.  candidates_BLC: the tokens that candidates
-        stand for, of which the first are the chain's.
+        stand for.  chain_BL: the chain's candidates, for requests that have one; None: each slot's first.
         """
         is_chain_B = self._chain_only[slots_B]
         is_chain_B1 = is_chain_B[:, None]
@@ -206,5 +217,8 @@ class TreeRuntime:
             trees.num_nodes_B.where(~is_chain_B, self.num_slots),
         )
         self._slots.plant(slots_B, planted)
-        chain_BN = torch.nn.functional.pad(candidates_BLC[:, :, 0], (0, self.budget - self.num_slots))
+        if chain_BL is None:
+            chain_BL = torch.zeros_like(candidates_BLC[:, :, 0])
+        tokens_BL = candidates_BLC.gather(2, chain_BL[:, :, None])[:, :, 0]
+        chain_BN = torch.nn.functional.pad(tokens_BL, (0, self.budget - self.num_slots))
         return tokens_of(trees, candidates_BLC).where(~is_chain_B1, chain_BN)

@@ -4,16 +4,21 @@ Stands in for `vllm.v1.worker.gpu.spec_decode.dflash.speculator.DFlashSpeculator
 graphs it keeps; the tree is grown where that one takes its argmax.
 """
 
-# B=requests  L=slots  N=nodes  C=candidates of a slot  V=vocabulary  D=hidden size
+# B=requests  L=slots  N=nodes  C=candidates of a slot  V=vocabulary  T=B x L  D=hidden size
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
+from serve.pairwise import PairwiseTables, read_pairwise
 from serve.seam.runtime import TreeRuntime
-from serve.tree_batch import TreeBatch
+from serve.tree_candidates import Candidates
+
+_logger = init_logger("vllm.draftsmith")  # below vllm's own, whose settings it shares
 
 
 class TreeSpeculator(DFlashSpeculator):
@@ -30,6 +35,27 @@ class TreeSpeculator(DFlashSpeculator):
         self.runtime = runtime
         shape = (self.max_num_reqs, runtime.budget)
         self._tokens_BN = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.pairwise: PairwiseTables | None = None
+        """Where the engine was started with a pairwise head: graphs hold it, others are copied there."""
+
+    def load_draft_model(self, *args: Any) -> Any:
+        model = super().load_draft_model(*args)
+        head = self.read_pairwise(Path(self.draft_model_config.model))
+        if head is not None:
+            like = {"device": self.device, "dtype": self.dtype}
+            self.pairwise = PairwiseTables.without_effect(*self._widths(), head.rank, **like)
+            self.pairwise.copy_(head)
+            _logger.info("tokens are scored after their parents: a pairwise head of rank %d", head.rank)
+        return model
+
+    def read_pairwise(self, ckpt: Path) -> PairwiseTables | None:
+        """A checkpoint's head, if it has one; UserError for one that does not fit this drafter or engine."""
+        vocab_size, hidden_size = self._widths()
+        return read_pairwise(ckpt, hidden_size, vocab_size)
+
+    def _widths(self) -> tuple[int, int]:
+        config = self.draft_model_config.hf_config
+        return config.vocab_size, config.hidden_size
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
         """Rows that the target may have verified, which are more than the drafter's own."""
@@ -50,20 +76,26 @@ class TreeSpeculator(DFlashSpeculator):
         logits_TV = self.compute_draft_logits(hidden_states, spec_step_idx)
         # no tree takes more of a slot's candidates than it has nodes (arXiv 2604.12989, lemma 1)
         best = self.runtime.rank_candidates(logits_TV, min(self.runtime.budget, logits_TV.shape[1]))
-        of_blocks = 0, (-1, self.num_speculative_steps)
-        log_probs_BLC, tokens_BLC = (
-            best.log_probs_TC.unflatten(*of_blocks),
-            best.tokens_TC.unflatten(*of_blocks),
-        )
+        tokens_BLC = self._by_block(best.tokens_TC)
+        scores_BLCC, chain_BL = self._score(self._by_block(hidden_states), best)
+        trees = self.runtime.grow_trees(scores_BLCC, self.runtime.budget)
         slots_B = idx_mapping[:: self.num_speculative_steps]  # negative for a graph's padding
-        tokens_BN = self.runtime.plant(slots_B, self._grow(log_probs_BLC), tokens_BLC)
+        tokens_BN = self.runtime.plant(slots_B, trees, tokens_BLC, chain_BL)
         self._tokens_BN[: len(tokens_BN)] = tokens_BN
         return best.tokens_TC[:, 0]
 
-    def _grow(self, log_probs_BLC: torch.Tensor) -> TreeBatch:
-        num_candidates = log_probs_BLC.shape[-1]
-        scores_BLCC = log_probs_BLC.clamp(max=0)[:, :, None].expand(-1, -1, num_candidates, -1)
-        return self.runtime.grow_trees(scores_BLCC, self.runtime.budget)
+    def _score(self, hidden_BLD: torch.Tensor, best: Candidates) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What trees grow on, and the chain's candidates; None: each slot's first."""
+        tokens_BLC, log_probs_BLC = map(self._by_block, (best.tokens_TC, best.log_probs_TC.clamp(max=0)))
+        if self.pairwise is None:
+            return log_probs_BLC[:, :, None].expand(-1, -1, tokens_BLC.shape[-1], -1), None
+        rows = len(tokens_BLC) * self.num_query_per_req
+        anchors_B = self.input_buffers.input_ids[: rows : self.num_query_per_req]
+        scores_BLCC = self.runtime.fill_table(self.pairwise, hidden_BLD, anchors_B, tokens_BLC, log_probs_BLC)
+        return scores_BLCC, self.runtime.walk_chain(scores_BLCC)
+
+    def _by_block(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.unflatten(0, (-1, self.num_speculative_steps))
 
     @torch.inference_mode()
     def propose(self, input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from recipes.errors import UserError
+from serve.drafter_config import PAIRWISE_NAME
+from serve.pairwise import PairwiseTables
 from serve.seam.checks import SWAP_SIGNATURES, SeamError, check_signatures
 from serve.served import Served
 from serve.swap import read_replacement
@@ -32,17 +34,37 @@ def attach_swap(worker: Any, served: Served) -> None:
         raise SeamError("swapping on a CPU needs tensor_parallel_size 1")
 
     def swap_drafter(folder: str) -> dict[str, str]:
+        speculator = worker.model_runner.speculator
         try:
             tensors = read_replacement(Path(folder), served)
+            head = read_head(speculator, Path(folder))
         except UserError as refusal:
             return {"refused": str(refusal)}
         speculative.draft_model_config.model = (
             folder  # vLLM looks for further files there; the old may be gone
         )
         load_drafter(worker.model_runner, tensors, was_packed=is_cpu)
+        if getattr(speculator, "pairwise", None) is not None:
+            speculator.pairwise.copy_(head)
         return {"loaded": folder}
 
     worker.swap_drafter = swap_drafter
+
+
+def read_head(speculator: Any, ckpt: Path) -> PairwiseTables | None:
+    """The pairwise head that comes with a checkpoint.  UserError for one that the engine has no room for."""
+    if not (ckpt / PAIRWISE_NAME).exists():
+        return None
+    room = getattr(speculator, "pairwise", None)
+    if room is None:
+        raise UserError(f"{ckpt} has a pairwise head, the engine was started without: start another server")
+    head = speculator.read_pairwise(ckpt)
+    if head.rank > room.rank:
+        raise UserError(
+            f"{ckpt} has a pairwise head of rank {head.rank}, the engine was started for at most"
+            f" {room.rank}: start another server"
+        )
+    return head
 
 
 @torch.no_grad()

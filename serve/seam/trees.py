@@ -27,8 +27,10 @@ from serve.seam.verifier import TreeVerifier
 _logger = init_logger("vllm.draftsmith")  # below vllm's own, whose settings it shares
 
 
-def install_trees(vllm_config: Any, num_slots: int) -> None:
+def install_trees(vllm_config: Any, num_slots: int, *, chains: bool) -> None:
     """For this process, whose engines all draft trees then: vLLM's registries are the process's own.
+
+    chains: every request's tree is a chain.
 
     Raises SeamError for what trees cannot do yet, by name.
     """
@@ -42,7 +44,8 @@ def install_trees(vllm_config: Any, num_slots: int) -> None:
     built: list[TreeSpeculator] = []
 
     def init_speculator(config: Any, device: torch.device, _req_states: Any) -> TreeSpeculator:
-        limits = StepLimits(budget, min(num_slots, budget), sizes.max_num_seqs, sizes.max_num_batched_tokens)
+        most_rows = sizes.max_num_batched_tokens
+        limits = StepLimits(budget, min(num_slots, budget), sizes.max_num_seqs, most_rows, chains)
         built.append(TreeSpeculator(config, device, runtime_class(limits, device)))
         return built[-1]
 
