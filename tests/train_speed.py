@@ -100,15 +100,21 @@ class RandomShards:
         return self.sequences[index]
 
 
-def make_shards(scale: Scale, drafter: Drafter, tokens: int, device: torch.device) -> RandomShards:
-    """Made on the device, which is sooner done with it."""
-    width = len(drafter.target_layer_ids) * scale.hidden_size
+def make_shards(scale: Scale, recipe: Recipe, tokens: int, device: torch.device) -> RandomShards:
+    width = len(recipe.drafter.target_layer_ids) * scale.hidden_size
+    with_final = recipe.train.objective.needs_final_states
+
+    def draw_states(size: int) -> torch.Tensor:
+        """Made on the device, which is sooner done with it."""
+        return torch.randn(tokens - 1, size, dtype=torch.bfloat16, device=device).cpu()
+
     return RandomShards(
         [
             Sequence(
                 torch.randint(scale.vocab_size, (tokens,), dtype=torch.int32),
                 torch.ones(tokens, dtype=torch.bool),
-                torch.randn(tokens - 1, width, dtype=torch.bfloat16, device=device).cpu(),
+                draw_states(width),
+                draw_states(scale.hidden_size) if with_final else None,
             )
             for _ in range(NUM_SEQUENCES)
         ]
@@ -313,7 +319,7 @@ def measure(
     learner: Learner, recipe: Recipe, scale: Scale, tokens: int, steps: int, lists_kernels: bool
 ) -> None:
     """Prints a table, and a line of JSON."""
-    shards = make_shards(scale, recipe.drafter, tokens, learner.ranks.device)
+    shards = make_shards(scale, recipe, tokens, learner.ranks.device)
     coming = feed(shards, recipe, range(steps + 3))
     timed = time_steps(learner, coming, 2, steps)
     micro_batches = next(coming)
@@ -364,7 +370,8 @@ def longest_kernels(spent: Iterable[Spent], most: int = 10) -> list[tuple[str, s
     return [(f"{total:,.1f}", str(calls[name]), name[:60]) for name, total in ms.most_common(most)]
 
 
-SWEEP = ["tokens", "anchors", "ms a step", "tokens/s", "us a token", "us a block row", "peak GiB"]
+SWEEP = ["tokens", "anchors", "ms a step", "waiting", "tokens/s", "us a token", "us a block row", "peak GiB"]
+SWEEP_STEPS = 3  # timed, after as many: the first pin memory for what is read ahead
 
 
 def sweep(learner: Learner, scale: Scale, load: Callable[[int], Recipe]) -> None:
@@ -375,13 +382,15 @@ def sweep(learner: Learner, scale: Scale, load: Callable[[int], Recipe]) -> None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        shards = make_shards(scale, recipe.drafter, tokens, learner.ranks.device)
-        timed = time_steps(learner, feed(shards, recipe, range(3)), 1, 2)
+        shards = make_shards(scale, recipe, tokens, learner.ranks.device)
+        coming = feed(shards, recipe, range(2 * SWEEP_STEPS))
+        timed = time_steps(learner, coming, SWEEP_STEPS, SWEEP_STEPS)
         sequences, block_size = recipe.train.sequences_per_step, recipe.drafter.block_size
         context, rows = sequences * tokens, sequences * anchors * block_size
         us = timed.seconds * 1e6
-        numbers = f"{us / 1e3:,.0f}", f"{1e6 * context / us:,.0f}", f"{us / context:.2f}", f"{us / rows:.2f}"
-        lines.append((f"{tokens:,}", str(anchors), *numbers, f"{timed.allocated_gib:.1f}"))
+        ms = f"{us / 1e3:,.0f}", f"{timed.wait_seconds * 1e3:,.0f}"
+        rates = f"{1e6 * context / us:,.0f}", f"{us / context:.2f}", f"{us / rows:.2f}"
+        lines.append((f"{tokens:,}", str(anchors), *ms, *rates, f"{timed.allocated_gib:.1f}"))
     show(SWEEP, lines)
 
 

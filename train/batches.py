@@ -54,11 +54,6 @@ class Batch:
             for kind, layout in self.layouts.items()
         }
 
-    def pin(self) -> "Batch":
-        """Its states in pinned memory, from which a copy to a GPU does not wait."""
-        final_QD = None if self.final_QD is None else self.final_QD.pin_memory()
-        return replace(self, taps_SE=self.taps_SE.pin_memory(), final_QD=final_QD)
-
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
         """On `device`, the taps in `dtype`."""
         final_QD = None if self.final_QD is None else self.final_QD.to(device, dtype, non_blocking=True)
@@ -75,8 +70,13 @@ class Batch:
         )
 
 
-def pack(sequences: Many[Sequence], anchors: Many[torch.Tensor], drafter: Drafter) -> Batch:
-    """One batch of `sequences`, each with its anchors (ascending, at least one)."""
+def pack(
+    sequences: Many[Sequence], anchors: Many[torch.Tensor], drafter: Drafter, *, pins: bool = False
+) -> Batch:
+    """One batch of `sequences`, each with its anchors (ascending, at least one).
+
+    pins: its states lie in pinned memory, from which a copy to a GPU does not wait.
+    """
     blocks = [
         make_blocks(
             sequence.token_ids, sequence.loss_mask, anchors_A, drafter.block_size, drafter.mask_token_id
@@ -86,7 +86,7 @@ def pack(sequences: Many[Sequence], anchors: Many[torch.Tensor], drafter: Drafte
     context_rows = [int(anchors_A[-1]) for anchors_A in anchors]
     context, places, documents = _place(context_rows, blocks, drafter.block_size)
     return Batch(
-        taps_SE=torch.cat([s.hidden[:rows] for s, rows in zip(sequences, context_rows, strict=True)]),
+        taps_SE=_join([s.hidden[:rows] for s, rows in zip(sequences, context_rows, strict=True)], pins),
         context_positions_S=context.position,
         block_positions_Q=places.position,
         input_ids_Q=torch.cat([b.input_ids_AK for b in blocks]).flatten(),
@@ -100,19 +100,28 @@ def pack(sequences: Many[Sequence], anchors: Many[torch.Tensor], drafter: Drafte
             for kind in set(drafter.layer_types)
         },
         num_tokens=sum(len(sequence.token_ids) for sequence in sequences),
-        final_QD=_pack_final(sequences, anchors, drafter.block_size),
+        final_QD=_pack_final(sequences, anchors, drafter.block_size, pins),
     )
 
 
+def _join(parts: Many[torch.Tensor], pins: bool) -> torch.Tensor:
+    """Copied once, to where they are wanted."""
+    shape = sum(map(len, parts)), *parts[0].shape[1:]
+    return torch.cat(list(parts), out=torch.empty(shape, dtype=parts[0].dtype, pin_memory=pins))
+
+
 def _pack_final(
-    sequences: Many[Sequence], anchors: Many[torch.Tensor], block_size: int
+    sequences: Many[Sequence],
+    anchors: Many[torch.Tensor],
+    block_size: int,
+    pins: bool,
 ) -> torch.Tensor | None:
     parts = [
         final_states(sequence.final, anchors_A, block_size)
         for sequence, anchors_A in zip(sequences, anchors, strict=True)
         if sequence.final is not None
     ]
-    return torch.cat(parts) if parts else None
+    return _join(parts, pins) if parts else None
 
 
 def _place(

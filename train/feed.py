@@ -156,8 +156,8 @@ class Feed:
             anchors.append(draw_anchors(sequence.loss_mask, self.train.num_anchors, generator))
             share = len(anchors[-1]) / num_candidates
             coverage = coverage.then(Coverage(share, 1, share))
-        batch = pack(sequences, anchors, self.drafter)
-        return MicroBatch(visits, batch.pin() if self.pins else batch, coverage)
+        batch = pack(sequences, anchors, self.drafter, pins=self.pins)
+        return MicroBatch(visits, batch, coverage)
 
     def _visit(self, number: int) -> Visit:
         if self.kept is None:
