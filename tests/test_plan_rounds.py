@@ -21,7 +21,7 @@ REGENERATE_HOST, TRAIN_HOST = "regenerate: host memory", "train: host memory"
 TOGETHER = "regenerate and train: host memory"
 ASLEEP, PINNED, TRAINER = "engine asleep", "engines' weights, asleep", "trainer, without its state"
 AHEAD = ("rounds.ahead=true", "hardware.gpus=4", "rounds.engine_gpus=[2, 3]")
-SPARING = ("train.offload_optimizer=true", "train.activation_checkpointing=true")
+SPARING = ("train.zero_stage=2", "train.offload_optimizer=true", "train.activation_checkpointing=true")
 """A trainer that nothing can be asked of but to take turns."""
 SHARED_GPU = ("hardware={gpus: 1}", "serve.kv_cache_gib=1", "data.engines=3")
 
@@ -174,7 +174,7 @@ def test_a_single_round_has_none_ahead_of_it():
 def test_shards_outgrow_their_room_with_two_rounds_of_them():
     prompts = [Rendered(f"{number}", [1] * 52) for number in range(1000)]  # and 48 tokens of answers
     groups = [prompts[start : start + 100] for start in range(0, 1000, 100)]
-    everything = 1000 * 100 * (3 * 256 * 2 + 5)
+    everything = 1000 * 100 * (4 * 256 * 2 + 5)
     settings = ["data.policy=rolling", "rounds.count=4", "rounds.first_share=0.1"]  # then 0.3 each
     room = f"data.disk_gib={0.6 * everything / GIB + 1e-9}"
     check_room(tiny_recipe(*settings, "rounds.ahead=true", room), groups, hidden_size=256)
