@@ -59,7 +59,7 @@ def test_entrants_differ_in_their_objective_and_seed_alone(tmp_path):
 
 
 def test_the_recipes_own_objective_keeps_its_decay(tmp_path):
-    recipe = Comparison(tmp_path, [], ["cross_entropy"], [0]).recipe_of(Entrant("cross_entropy", 0))
+    recipe = Comparison(tmp_path, [], ["kl"], [0]).recipe_of(Entrant("kl", 0))
     assert recipe.train.objective == tiny_recipe().train.objective
 
 
