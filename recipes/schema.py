@@ -270,6 +270,69 @@ class Rounds(Section):
         return self.handover == "sleep" and not self.ahead and self.count > 2
 
 
+class PairwiseOptimizer(Optimizer):
+    """AdamW, all fp32; learning_rate_at's schedule over pairwise.steps."""
+
+    learning_rate: Annotated[float, Field(ge=0)] = 3e-3
+    """The peak; 0 learns nothing, a control of everything else."""
+    weight_decay: Annotated[float, Field(ge=0)] = 1.0
+    betas: tuple[float, float] = (0.9, 0.99)
+    warmup_share: Share = 0.03
+    """Share of all steps spent in linear warm-up."""
+
+
+class Pairwise(Section):
+    """A pairwise head for a drafter that stays as it is: scores of a token given the one before, for trees.
+
+    `train/pairwise_head.py` trains it, in the precision of `train`.  The drafter's shape is its checkpoint's
+    own.  The defaults won on held-out text among rank 16 to 128, free and projected tables, and losses over
+    candidates and over the vocabulary, on the drafter in recipes/embedded.
+    """
+
+    ckpt: Path | None = None
+    """The drafter's folder, in any format that is served. None: the newest checkpoint of output_dir."""
+    shards: Path | None = None
+    """A folder of shards of the target, captured at that drafter's layers. None: those of output_dir."""
+    rank: Positive = 64
+    """Of the term that two tokens share."""
+    candidates: Positive = 16
+    """Of a slot, the drafter's best: those that scores are for; all other tokens share one. Trees are
+    simulated with as many."""
+    steps: Positive = 600
+    """Optimizer steps; the learning-rate schedule spans them."""
+    sequences_per_step: Positive = 16
+    micro_batch_sequences: Positive = 1
+    """Sequences that the drafter reads at a time."""
+    num_anchors: Positive = 32
+    """Blocks drawn per sequence, afresh at each visit."""
+    optimizer: PairwiseOptimizer = PairwiseOptimizer()
+    objective: Objective = Objective()
+    """cross_entropy or d_pace: of the recorded token, after the recorded token before it."""
+    held_out_blocks: Positive = 8192
+    """Whole sequences, drawn by lot, are kept from the training until they have this many blocks or are a
+    tenth of all; on them acceptance is simulated. These blocks stay in host memory."""
+    budgets: Annotated[list[Annotated[int, Field(ge=1, le=63)]], Field(min_length=1)] = [15, 31, 63]
+    """Nodes of the trees that are simulated; the progress shows the chain and the first of them."""
+    save_every_steps: Positive = 100
+    """Acceptance is simulated then, too."""
+    log_every_steps: Positive = 10
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> "Pairwise":
+        if self.objective.needs_final_states:
+            raise ValueError(
+                f"objective.kind is {self.objective.kind}: a head learns from the text alone, write"
+                " cross_entropy or d_pace"
+            )
+        if self.sequences_per_step % self.micro_batch_sequences:
+            raise ValueError(
+                f"sequences_per_step {self.sequences_per_step} is no multiple of micro_batch_sequences"
+                f" {self.micro_batch_sequences}"
+            )
+        return self
+
+
 class Eval(Section):
     """What is measured after the distillation, through the served engine."""
 
@@ -313,6 +376,7 @@ class Recipe(Section):
     train: Train
     serve: Serve = Serve()
     rounds: Rounds = Rounds()
+    pairwise: Pairwise = Pairwise()
     eval: Eval
     hardware: Hardware = Hardware()
 

@@ -136,10 +136,14 @@ def read_drafter_config(ckpt: Path) -> dict[str, Any]:
 
 
 def _find_pairwise_rank(ckpt: Path, config: PublishedConfig) -> int | None:
-    """None without a head; UserError for one of another drafter."""
+    """None without a head; UserError for one of another drafter, or of one that needs none."""
     path = ckpt / PAIRWISE_NAME
     if not path.is_file():
         return None
+    if config.has_selector:
+        raise UserError(
+            f"{path}: a DFlash2 drafter scores tokens after their parents itself; remove the head"
+        )
     found = read_file_headers(path)
     rank = found["rest_r"].shape[0] if "rest_r" in found else 0
     expected = pairwise_tensors(config.vocab_size, config.hidden_size, rank)

@@ -4,23 +4,38 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from recipes.errors import UserError
-from serve.drafter_config import ARCHITECTURE, SLIDING, PublishedConfig, Shapes
+from serve.drafter_config import (
+    ARCHITECTURE,
+    SELECTOR_ARCHITECTURE,
+    SELECTOR_KEYS,
+    SLIDING,
+    PublishedConfig,
+    Shapes,
+)
 from serve.headers import TensorHeader
 
 STORED_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # config.json's word -> safetensors'
+MOST_SELECTED = 256
+"""Candidates of a slot that trees can grow on (`serve.tree_batch_kernels.grow_trees`)."""
 _SHOWN_DIFFERENCES = 5
 
 
 def config_differences(c: PublishedConfig, target: Mapping[str, Any]) -> Iterator[str]:
     """One sentence per thing in a drafter's config that cannot be served with this target."""
-    if c.architectures != [ARCHITECTURE]:
-        yield f"architectures is {c.architectures}, a DFlash drafter says {[ARCHITECTURE]}"
+    if c.architectures != [ARCHITECTURE] and not c.has_selector:
+        yield (
+            f"architectures is {c.architectures}, a DFlash drafter says {[ARCHITECTURE]},"
+            f" a DFlash2 drafter {[SELECTOR_ARCHITECTURE]}"
+        )
     if c.model_type != "qwen3":
         yield f"model_type is {c.model_type!r}, only drafters of type 'qwen3' are served"
     if c.dtype not in STORED_DTYPES:
         yield f"dtype is {c.dtype!r}, write one of {', '.join(STORED_DTYPES)}"
+    if c.sample_from_anchor:
+        yield "sample_from_anchor is True: its anchor drafts as well, which vLLM's DFlash refuses"
     yield from _target_differences(c, target)
     yield from _attention_differences(c)
+    yield from _selector_differences(c) if c.has_selector else _foreign_keys(c)
 
 
 def _target_differences(c: PublishedConfig, target: Mapping[str, Any]) -> Iterator[str]:
@@ -62,6 +77,25 @@ def _rope_differences(c: PublishedConfig) -> Iterator[str]:
         yield "rope_theta is missing; vLLM would assume 1e6: write it, and rope_parameters as well"
     if len(thetas) > 1:
         yield f"rope_theta is {c.rope_theta}, rope_parameters says {c.rope_parameters['rope_theta']}"  # type: ignore[index]
+
+
+def _foreign_keys(c: PublishedConfig) -> Iterator[str]:
+    for key in SELECTOR_KEYS:
+        if getattr(c, key):
+            yield f"{key} is {getattr(c, key)}, but only a DFlash2 drafter has it ({SELECTOR_ARCHITECTURE})"
+
+
+def _selector_differences(c: PublishedConfig) -> Iterator[str]:
+    for key in SELECTOR_KEYS:
+        if (getattr(c, key) or 0) < 1:
+            yield f"{key} is {getattr(c, key)}, a DFlash2 drafter has at least 1"
+    if c.hidden_size % (c.conv_group_size or 1):
+        yield f"conv_group_size is {c.conv_group_size}, no divisor of hidden_size {c.hidden_size}"
+    most = min(MOST_SELECTED, c.vocab_size)
+    if (c.selector_top_k or 0) > most:
+        yield f"selector_top_k is {c.selector_top_k}, trees grow on {most} candidates of a slot at most"
+    if c.output_multiplier is not None and c.output_multiplier <= 0:
+        yield f"output_multiplier is {c.output_multiplier}, vLLM ranks candidates under positive ones alone"
 
 
 def tensor_differences(

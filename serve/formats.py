@@ -31,7 +31,7 @@ _OTHER_MODELS = {  # part of a name in config.json, in lower case -> what it is;
     "eagle": "an EAGLE head",
     "medusa": "a Medusa head",
     "mtp": "a multi-token-prediction head",
-    "dflash2": "a DFlash2 drafter, whose convolutions and selector are not served here",
+    "dflash2": "a DFlash2 drafter, which is served as it is, but neither converted nor trained",
     "dspark": "a DSpark drafter, whose anchor drafts as well",
     "domino": "a Domino drafter",
     "lilicorr": "a LiLiCorr drafter",

@@ -9,9 +9,9 @@ place.  Saves what each engine answered and drafted in each round.
 import os
 import pickle
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,13 @@ def start(case: Case, budget: int | None) -> Any:
     return LLM(**arguments | {"skip_tokenizer_init": True, "gpu_memory_utilization": 0.1})
 
 
-def answer(engine: Any, prompts: list[list[int]], extra_args: dict[str, bool] | None = None) -> Told:
+def answer(
+    engine: Any,
+    prompts: list[list[int]],
+    extra_args: dict[str, bool] | None = None,
+    watch: "Callable[[Any, Told], AbstractContextManager[None]] | None" = None,
+) -> Told:
+    """watch: what keeps the drafts; None: `watched`."""
     from vllm import SamplingParams  # noqa: PLC0415
 
     told = Told()
@@ -66,12 +72,11 @@ def answer(engine: Any, prompts: list[list[int]], extra_args: dict[str, bool] | 
         temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False, extra_args=extra_args
     )
     (runner,) = engine.collective_rpc(lambda worker: worker.model_runner)
-    with watched(runner, told):
+    with (watch or watched)(runner, told):
         outputs = engine.generate([{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False)
     first = int(outputs[0].request_id.split("-")[0])
     told.drafted = [
-        Drafted(**vars(each) | {"request": int(str(each.request).split("-")[0]) - first})
-        for each in told.drafted
+        replace(each, request=int(str(each.request).split("-")[0]) - first) for each in told.drafted
     ]
     told.texts = [list(output.outputs[0].token_ids) for output in outputs]
     return told
@@ -142,10 +147,6 @@ def run_gpu_runtime(case: Case) -> dict[str, Told]:
 
 
 def main(folder: Path) -> None:
-    os.environ.update(child_environment())
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker is looked at from inside
-    import vllm  # noqa: F401, PLC0415 - once for all: it takes longer than an engine
-
     case, others = pickle.loads((folder / "case").read_bytes())
     runs = {
         "plain": lambda: {"plain": answer(start(case, 0), case.prompts)},
@@ -153,6 +154,15 @@ def main(folder: Path) -> None:
         "chain": lambda: {"chain": answer(start(case, None), case.prompts)},
         "gpu": lambda: run_gpu_runtime(case),
     }
+    run_apart(folder, runs)
+
+
+def run_apart(folder: Path, runs: dict[str, Callable[[], dict[str, Told]]]) -> None:
+    """Each in a process of its own; what it told is in a file of its name."""
+    os.environ.update(child_environment())
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker is looked at from inside
+    import vllm  # noqa: F401, PLC0415 - once for all: it takes longer than an engine
+
     for name, run in runs.items():
         child = os.fork()
         if child == 0:

@@ -18,7 +18,7 @@ if torch.cuda.is_available():
 
 import vllm.v1.worker.cpu_worker  # noqa: F401  (patches what the kernels' modules import, so it comes first)
 
-from serve.cpu_kernels import STAND_INS, batch, drafting, sampling
+from serve.cpu_kernels import STAND_INS, batch, drafting, sampling, selecting
 from serve.cpu_kernels.launch import HostKernel, StandIn, install
 from serve.seam.checks import SeamError
 
@@ -501,8 +501,45 @@ def test_a_grammars_masks_forbid_what_they_do_not_name(dtype):
     assert expected.isinf().any()
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_walk_takes_what_the_selector_likes_best_after_what_it_took(seed):
+    """This kernel, too, is an error in the interpreter, so slot by slot."""
+    draws, requests, slots, count = Draws(seed), 5, 3, 6
+    scores = draws.integers(-3, 3, requests, slots, count, count).float()  # many are equal
+    candidates = draws.integers(0, 2051, requests, slots, count, dtype=torch.int64)
+    state = draws.slots(requests).repeat_interleave(slots)
+    state[-slots:] = -1  # padding
+    tokens = torch.full((SLOTS, slots), -7)
+    realized = torch.full((SLOTS, slots, count), -7.0)
+    wanted_tokens, wanted_realized = tokens.clone(), realized.clone()
+    for request in range(requests - 1):
+        at = 0
+        for slot in range(slots):
+            row = scores[request, slot, at].tolist()
+            wanted_realized[request, slot] = torch.tensor(row)
+            at = row.index(max(row))
+            wanted_tokens[request, slot] = candidates[request, slot, at]
+    unread = (
+        torch.zeros(requests * slots, dtype=torch.int64),
+        state,
+        draws.temperatures(),
+        draws.slots(SLOTS),
+    )
+    sizes = {
+        "num_steps": slots,
+        "top_k": count,
+        "BLOCK_K": 8,
+        "SAMPLE_PROBABILISTIC": False,
+        "USE_FP64": False,
+    }
+    kernel = HostKernel(interpreted(selecting.walk_selected), selecting.walk_selected)
+    kernel[(requests,)](scores, candidates, *unread, tokens, realized, num_warps=1, **sizes)
+    assert tokens.equal(wanted_tokens)
+    assert realized.equal(wanted_realized)
+
+
 def test_every_stand_in_is_compared():
-    alone = [*drafting.STAND_INS[1:], sampling.forbid_tokens]
+    alone = [*drafting.STAND_INS[1:], sampling.forbid_tokens, selecting.walk_selected]
     compared = {stand_in.kernel for stand_in, _ in CASES} | {stand_in.kernel for stand_in in alone}
     assert compared == {stand_in.kernel for stand_in in STAND_INS}
 

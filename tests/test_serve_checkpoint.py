@@ -250,3 +250,85 @@ def test_a_pairwise_head_of_another_vocabulary_is_refused_before_an_engine_start
     write_head(write_random_drafter(tmp_path), 6, tiny_config()["vocab_size"] + 1)
     with pytest.raises(UserError, match=r"pairwise/head\.safetensors.*\n?.*parents_Vr has shape"):
         check_checkpoint(tmp_path, TARGET)
+
+
+# A DFlash2 drafter
+
+SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 4}
+
+
+def selector_config(**changes: object) -> dict:
+    """`changes` of its dflash_config."""
+    config = tiny_config() | {"architectures": ["DFlash2DraftModel"]}
+    return config | {"dflash_config": config["dflash_config"] | SELECTOR | changes}
+
+
+@pytest.fixture(scope="module")
+def selector_weights() -> dict[str, torch.Tensor]:
+    return random_weights(selector_config())
+
+
+def test_a_fitting_dflash2_has_convolutions_and_a_selector(tmp_path, selector_weights):
+    ckpt = write_checkpoint(tmp_path, selector_config(), selector_weights)
+    found = check_checkpoint(ckpt, TARGET).num_parameters
+    plain = sum(weight.numel() for weight in random_weights(tiny_config()).values())
+    # 3 layers with 2 convolutions, of 2 sides and 2 taps, whose kernels have 256 / 16 groups
+    assert found - plain == 3 * 2 * (2 * 2 * 256 + 2 * 2 * 16 * 256) + 2 * 4096 * 8 + 8 * 256
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"selector_rank": None}, "selector_rank is None, a DFlash2 drafter has at least 1"),
+        ({"conv_kernel_size": 0}, "conv_kernel_size is 0, a DFlash2 drafter has at least 1"),
+        ({"selector_top_k": -1}, "selector_top_k is -1, a DFlash2 drafter has at least 1"),
+        ({"selector_top_k": 257}, "selector_top_k is 257, trees grow on 256 candidates"),
+        ({"selector_top_k": "16"}, "selector_top_k"),
+        ({"conv_group_size": 48}, "conv_group_size is 48, no divisor of hidden_size 256"),
+        ({"output_multiplier": 0.0}, "output_multiplier is 0.0"),
+        ({"sample_from_anchor": True}, "sample_from_anchor is True"),
+    ],
+)
+def test_a_dflash2_that_cannot_be_served_is_refused_by_key(tmp_path, selector_weights, changes, named):
+    assert named in refusal(tmp_path, selector_config(**changes), selector_weights)
+
+
+def test_a_selectors_keys_count_where_vllm_reads_them(tmp_path, selector_weights):
+    config = selector_config()
+    config["selector_rank"] = config["dflash_config"].pop("selector_rank")
+    message = refusal(tmp_path, config, selector_weights)
+    assert "['selector_rank'] stand beside dflash_config" in message
+
+
+def test_a_selector_in_what_calls_itself_dflash_is_refused(tmp_path, selector_weights):
+    config = selector_config() | {"architectures": ["DFlashDraftModel"]}
+    assert "only a DFlash2 drafter has it (DFlash2DraftModel)" in refusal(tmp_path, config, selector_weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "named"),
+    [
+        ("candidate_selector.successor_codebook", None, "successor_codebook [4096, 8] is missing"),
+        ("candidate_selector.predecessor_codebook", (4095, 8), "has shape [4095, 8], expected [4096, 8]"),
+        ("candidate_selector.hidden_projection.weight", (9, 256), "expected [8, 256]"),
+        ("layers.2.mlp_conv.base_kernel", (2, 3, 256), "has shape [2, 3, 256], expected [2, 2, 256]"),
+        ("layers.0.attention_conv.kernel_projection.weight", (4, 256), "expected [64, 256]"),
+        ("markov_head.weight", (4, 4), "markov_head.weight does not belong in a drafter checkpoint"),
+    ],
+)
+def test_a_dflash2s_tensors_are_refused_by_name(tmp_path, selector_weights, name, shape, named):
+    changed = {key: weight for key, weight in selector_weights.items() if key != name}
+    if shape is not None:
+        changed[name] = torch.zeros(shape, dtype=torch.bfloat16)
+    assert named in refusal(tmp_path, selector_config(), changed)
+
+
+def test_a_selectors_tensors_do_not_belong_in_a_dflash(tmp_path, selector_weights):
+    assert "does not belong in a drafter checkpoint" in refusal(tmp_path, tiny_config(), selector_weights)
+
+
+def test_a_pairwise_head_beside_a_selector_is_refused(tmp_path, selector_weights):
+    ckpt = write_checkpoint(tmp_path, selector_config(), selector_weights)
+    write_head(ckpt, 6, tiny_config()["vocab_size"])
+    with pytest.raises(UserError, match=r"head\.safetensors: a DFlash2 drafter scores tokens .* itself"):
+        check_checkpoint(ckpt, TARGET)

@@ -24,6 +24,7 @@ from serve.seam.checks import (
     CUDA_TREE_SIGNATURES,
     METRICS_FIELDS,
     METRICS_SIGNATURES,
+    SELECTOR_SIGNATURES,
     SWAP_SIGNATURES,
     TREE_SIGNATURES,
     WORKER_SIGNATURES,
@@ -38,8 +39,10 @@ if not torch.cuda.is_available():
     importlib.import_module("vllm.v1.worker.cpu_worker")  # its patches come before the runner
 
 from serve.seam.processor import _mend_context_keys
+from serve.seam.selector_speculator import SelectorSpeculator
+from serve.seam.speculator import TreeSpeculator
 from serve.seam.tree_state import needs_chain
-from serve.seam.trees import check_tree_config, confirm_trees
+from serve.seam.trees import check_tree_config, choose_speculator, confirm_trees
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -86,7 +89,7 @@ def test_another_vllm_is_refused(version):
 def test_this_vllm_has_the_signatures_and_fields_we_know():
     check_version(vllm.__version__)
     check_signatures({**WORKER_SIGNATURES, **CAPTURE_SIGNATURES, **TREE_SIGNATURES, **CUDA_TREE_SIGNATURES})
-    check_signatures({**METRICS_SIGNATURES, **SWAP_SIGNATURES})
+    check_signatures({**METRICS_SIGNATURES, **SWAP_SIGNATURES, **SELECTOR_SIGNATURES})
     if not torch.cuda.is_available():
         check_signatures(CPU_TREE_SIGNATURES)
     check_fields({**CAPTURE_FIELDS, **METRICS_FIELDS})
@@ -192,6 +195,13 @@ def test_what_trees_cannot_do_is_refused_by_name(setting, value, said):
     check_tree_config(tree_config())
     with pytest.raises(SeamError, match=said):
         check_tree_config(tree_config(**{setting: value}))
+
+
+def test_the_drafters_architecture_chooses_the_speculator():
+    assert choose_speculator(["DFlashDraftModel"]) is TreeSpeculator
+    assert choose_speculator(["DFlash2DraftModel"]) is SelectorSpeculator
+    with pytest.raises(SeamError, match="LiLiCorrDraftModel"):
+        choose_speculator(["LiLiCorrDraftModel"])
 
 
 def sampling(**changes: object) -> SimpleNamespace:

@@ -1,7 +1,8 @@
 """The model card of a published checkpoint: README.md with the header that the Hugging Face Hub reads.
 
 Everything on it comes from the checkpoint's own manifest and config.json and, once it has been measured, from
-the report of that measurement.  `train/checkpoint.py` writes it first, `train/distill.py` again at the end.
+the report of that measurement.  `train/checkpoint.py` writes it first, `train/distill.py` again at the end,
+and `train/pairwise_head.py` adds a section to any card, where the drafter gets such a head.
 """
 
 import shlex
@@ -19,6 +20,7 @@ from serve.drafter_config import CONFIG_NAME
 from serve.headers import read_json
 from serve.plan import MANIFEST_NAME
 from serve.tensor_file import sync_path
+from train.pairwise_manifest import HeadManifest, read_head_manifest
 
 CARD_NAME = "README.md"
 LIBRARY = "vllm"
@@ -51,6 +53,22 @@ Serve it: `python serve/run.py --ckpt THIS_FOLDER`, or in stock vLLM with
 Tokens a step, the target's own included; 1 is no drafting at all.
 
 {acceptance}"""
+
+
+_HEAD_TITLE = "## Pairwise head"
+_HEAD = """\
+{title}
+
+`pairwise/head.safetensors` scores a token given the one before it, which makes branches of draft trees worth
+more.  Draftsmith's server uses it; other engines pass it over.  Rank {rank}, trained in {step:,} steps on the
+target's own text; the drafter stayed as it was.
+
+Tokens a step, simulated on {sequences:,} sequences that the head did not see:
+
+| drafts | without it | with it |
+| --- | ---: | ---: |
+{rows}
+"""
 
 
 class _Read(BaseModel):
@@ -113,8 +131,48 @@ def add_measurement(ckpt: Path, report: Path) -> None:
     """
     manifest = read_manifest(ckpt / MANIFEST_NAME, CheckpointManifest)
     measured = read_manifest(report, Measured)
-    temporary = report.with_name(f".{CARD_NAME}.tmp")
-    temporary.write_text(model_card(read_json(ckpt / CONFIG_NAME), manifest, measured), encoding="utf-8")
+    text, head = model_card(read_json(ckpt / CONFIG_NAME), manifest, measured), read_head_manifest(ckpt)
+    _replace_card(ckpt, text if head is None else with_head(text, head), report.parent)
+
+
+def add_head(ckpt: Path, scratch: Path) -> None:
+    """Tells of a checkpoint's head on its card, whoever wrote that; without a card, on a new one.
+
+    All or nothing: until it is whole it lies in `scratch`, on the same disk.
+    """
+    head, card = read_head_manifest(ckpt), ckpt / CARD_NAME
+    assert head is not None, f"{ckpt} has no pairwise head"
+    text = (
+        card.read_text(encoding="utf-8") if card.exists() else f"# A DFlash drafter for {head.target.model}\n"
+    )
+    _replace_card(ckpt, with_head(text, head), scratch)
+
+
+def with_head(card: str, head: HeadManifest) -> str:
+    """The card with a section on the head at its end, in place of an earlier one."""
+    before, _, rest = card.partition(f"\n{_HEAD_TITLE}\n")
+    _, next_title, after = rest.partition("\n## ")
+    return f"{(before + next_title + after).rstrip()}\n\n{_head_section(head)}"
+
+
+def _head_section(head: HeadManifest) -> str:
+    settings = Recipe.model_validate(head.recipe).pairwise
+    names = ["chain", *(f"trees of {budget}" for budget in settings.budgets)]
+    pairs = zip([head.before.chain, *head.before.trees], [head.after.chain, *head.after.trees], strict=True)
+    return _HEAD.format(
+        title=_HEAD_TITLE,
+        rank=settings.rank,
+        step=head.step,
+        sequences=head.held_out_sequences,
+        rows="\n".join(
+            f"| {name} | {was:.2f} | {now:.2f} |" for name, (was, now) in zip(names, pairs, strict=True)
+        ),
+    )
+
+
+def _replace_card(ckpt: Path, text: str, scratch: Path) -> None:
+    temporary = scratch / f".{CARD_NAME}.tmp"
+    temporary.write_text(text, encoding="utf-8")
     sync_path(temporary)
     temporary.replace(ckpt / CARD_NAME)
     sync_path(ckpt)

@@ -73,6 +73,13 @@ TREE_SIGNATURES: Mapping[str, Parameters] = {
     ),
     f"{_STATE}.custom_sampler": ("self", "sampler"),
 }
+_SELECTOR_DRAFTER = "vllm.model_executor.models.qwen3_dflash2"
+SELECTOR_SIGNATURES: Mapping[str, Parameters] = {
+    f"{_SELECTOR_DRAFTER}:DFlash2Qwen3ForCausalLM.compute_candidates": ("self", "hidden_states"),
+    f"{_SELECTOR_DRAFTER}:CandidateSelector.forward": (
+        *("self", "candidate_ids", "unary_logits", "hidden_states", "anchor_token_ids"),
+    ),
+}
 _GDN_LAYER = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention"
 _LAYER_SIGNATURES: dict[str, Parameters] = {
     f"{_GDN_LAYER}.get_state_shape": ("self",),

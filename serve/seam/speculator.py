@@ -7,6 +7,7 @@ graphs it keeps; the tree is grown where that one takes its argmax.
 # B=requests  L=slots  N=nodes  C=candidates of a slot  V=vocabulary  T=B x L  D=hidden size
 
 import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,17 @@ from serve.seam.runtime import TreeRuntime
 from serve.tree_candidates import Candidates
 
 _logger = init_logger("vllm.draftsmith")  # below vllm's own, whose settings it shares
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What trees and chains are grown on."""
+
+    tokens_BLC: torch.Tensor
+    scores_BLCC: torch.Tensor
+    """As `serve.tree.grow_tree` takes them."""
+    chain_BL: torch.Tensor | None
+    """The chain's candidates; None: each slot's first."""
 
 
 class TreeSpeculator(DFlashSpeculator):
@@ -73,26 +85,32 @@ class TreeSpeculator(DFlashSpeculator):
         spec_step_idx: int = 0,
     ) -> torch.Tensor:
         """Grows and plants the trees of this step; the return value is the chain's, [B x L]."""
-        logits_TV = self.compute_draft_logits(hidden_states, spec_step_idx)
+        scored = self._score_slots(hidden_states)
+        trees = self.runtime.grow_trees(scored.scores_BLCC, self.runtime.budget)
+        slots_B = idx_mapping[:: self.num_speculative_steps]  # negative for a graph's padding
+        tokens_BN = self.runtime.plant(slots_B, trees, scored.tokens_BLC, scored.chain_BL)
+        self._tokens_BN[: len(tokens_BN)] = tokens_BN
+        return scored.tokens_BLC[:, :, 0].flatten()
+
+    def _score_slots(self, hidden_TD: torch.Tensor) -> Scored:
+        logits_TV = self.compute_draft_logits(hidden_TD, 0)  # one pass drafts all slots
         # no tree takes more of a slot's candidates than it has nodes (arXiv 2604.12989, lemma 1)
         best = self.runtime.rank_candidates(logits_TV, min(self.runtime.budget, logits_TV.shape[1]))
-        tokens_BLC = self._by_block(best.tokens_TC)
-        scores_BLCC, chain_BL = self._score(self._by_block(hidden_states), best)
-        trees = self.runtime.grow_trees(scores_BLCC, self.runtime.budget)
-        slots_B = idx_mapping[:: self.num_speculative_steps]  # negative for a graph's padding
-        tokens_BN = self.runtime.plant(slots_B, trees, tokens_BLC, chain_BL)
-        self._tokens_BN[: len(tokens_BN)] = tokens_BN
-        return best.tokens_TC[:, 0]
+        return Scored(self._by_block(best.tokens_TC), *self._score(self._by_block(hidden_TD), best))
 
     def _score(self, hidden_BLD: torch.Tensor, best: Candidates) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What trees grow on, and the chain's candidates; None: each slot's first."""
         tokens_BLC, log_probs_BLC = map(self._by_block, (best.tokens_TC, best.log_probs_TC.clamp(max=0)))
         if self.pairwise is None:
             return log_probs_BLC[:, :, None].expand(-1, -1, tokens_BLC.shape[-1], -1), None
-        rows = len(tokens_BLC) * self.num_query_per_req
-        anchors_B = self.input_buffers.input_ids[: rows : self.num_query_per_req]
+        anchors_B = self._anchors(len(tokens_BLC))
         scores_BLCC = self.runtime.fill_table(self.pairwise, hidden_BLD, anchors_B, tokens_BLC, log_probs_BLC)
         return scores_BLCC, self.runtime.walk_chain(scores_BLCC)
+
+    def _anchors(self, batch: int) -> torch.Tensor:
+        """The committed tokens that drafts follow. [B]"""
+        rows = batch * self.num_query_per_req
+        return self.input_buffers.input_ids[: rows : self.num_query_per_req]
 
     def _by_block(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.unflatten(0, (-1, self.num_speculative_steps))

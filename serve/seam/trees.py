@@ -12,14 +12,17 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 
+from serve.drafter_config import ARCHITECTURE, SELECTOR_ARCHITECTURE
 from serve.seam.checks import (
     CPU_TREE_SIGNATURES,
     CUDA_TREE_SIGNATURES,
+    SELECTOR_SIGNATURES,
     TREE_SIGNATURES,
     SeamError,
     check_signatures,
 )
 from serve.seam.runtime import StepLimits, TreeRuntime
+from serve.seam.selector_speculator import SelectorSpeculator
 from serve.seam.speculator import TreeSpeculator
 from serve.seam.tree_state import TreeState
 from serve.seam.verifier import TreeVerifier
@@ -38,6 +41,7 @@ def install_trees(vllm_config: Any, num_slots: int, *, chains: bool) -> None:
     check_tree_config(vllm_config)
     is_cuda = vllm_config.device_config.device_type == "cuda"
     check_signatures(CUDA_TREE_SIGNATURES if is_cuda else CPU_TREE_SIGNATURES)
+    speculator_class = choose_speculator(vllm_config.speculative_config.draft_model_config.architectures)
     runtime_class, verifier_class = _use_cuda_layers() if is_cuda else _use_cpu_layers()
     budget = vllm_config.speculative_config.num_speculative_tokens
     sizes = vllm_config.scheduler_config
@@ -46,7 +50,7 @@ def install_trees(vllm_config: Any, num_slots: int, *, chains: bool) -> None:
     def init_speculator(config: Any, device: torch.device, _req_states: Any) -> TreeSpeculator:
         most_rows = sizes.max_num_batched_tokens
         limits = StepLimits(budget, min(num_slots, budget), sizes.max_num_seqs, most_rows, chains)
-        built.append(TreeSpeculator(config, device, runtime_class(limits, device)))
+        built.append(speculator_class(config, device, runtime_class(limits, device)))
         return built[-1]
 
     def init_model_state(config: Any, model: Any, encoder_cache: Any, device: torch.device) -> Any:
@@ -77,6 +81,16 @@ def confirm_trees(runner: Any) -> None:
         type(speculator).__name__,
         type(speculator.runtime).__name__,
     )
+
+
+def choose_speculator(architectures: list[str]) -> type[TreeSpeculator]:
+    """By the drafter's kind, as vLLM's `init_speculator` does.  Raises SeamError for another."""
+    if SELECTOR_ARCHITECTURE in architectures:
+        check_signatures(SELECTOR_SIGNATURES)
+        return SelectorSpeculator
+    if ARCHITECTURE in architectures:
+        return TreeSpeculator
+    raise SeamError(f"draft trees: drafters of architectures {architectures} are not in this version")
 
 
 def _use_cpu_layers() -> tuple[type[TreeRuntime], type[TreeVerifier]]:
