@@ -22,10 +22,12 @@ from torch.utils.checkpoint import checkpoint
 from recipes.schema import Objective as Settings
 from serve.pairwise import PairwiseTables, Scores, fill_table, mix, score_after
 from serve.tree_candidates import rank_candidates
+from serve.tree_candidates_kernels import rank_candidates as rank_on_gpu
 from train.objective import d_pace_weights, slot_weights
 from train.target_parts import TargetParts
 
-_RANKED_LOGITS = 1 << 23
+_RANKING = {"cpu": (rank_candidates, 1 << 23), "cuda": (rank_on_gpu, 1 << 28)}
+"""By device: of equal results, and how many logits at a time."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,9 @@ def gather_blocks(
     """Of a batch's whole blocks (`train.blocks`), slot 0 included, with `count` candidates of each slot."""
     hidden_ALD = hidden_AKD[:, 1:]
     known_AL = supervised_AK[:, 1:].long().cumprod(1).bool()
-    chunks = hidden_ALD.flatten(0, 1).split(max(1, _RANKED_LOGITS // len(head_VD)))
-    ranked = [rank_candidates(chunk_TD @ head_VD.T, count) for chunk_TD in chunks]
+    rank, most_logits = _RANKING["cuda" if hidden_AKD.is_cuda else "cpu"]
+    chunks = hidden_ALD.flatten(0, 1).split(max(1, most_logits // len(head_VD)))
+    ranked = [rank(chunk_TD @ head_VD.T, count) for chunk_TD in chunks]
     return DraftedBlocks(
         hidden_ALD,
         input_ids_AK[:, 0],
