@@ -61,8 +61,12 @@ def _foreign_format(ckpt: Path) -> Format | None:
         layout = recognise(ckpt)
     except UserError:
         return None
-    is_ours = layout == Format.PUBLISHED and "block_size" in read_json(ckpt / CONFIG_NAME)
-    return None if is_ours else layout
+    return None if is_served_itself(ckpt) else layout
+
+
+def is_served_itself(ckpt: Path) -> bool:
+    """Whether a drafter of a known format needs no conversion.  Raises UserError for another folder."""
+    return recognise(ckpt) == Format.PUBLISHED and "block_size" in read_json(ckpt / CONFIG_NAME)
 
 
 def _name_of(ckpt: Path) -> str:

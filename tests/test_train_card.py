@@ -29,7 +29,7 @@ def card(*arguments, **changes) -> ModelCard:
 def test_the_hub_reads_the_header():
     data = card().data
     assert data.base_model == "Qwen/Qwen3.6-27B"
-    assert data.library_name == "vllm"
+    assert data.to_dict()["library_name"] == "vllm"
     assert {"dflash", "speculative-decoding"} <= set(data.tags)
     assert card().text.startswith("\n# A DFlash drafter for Qwen/Qwen3.6-27B\n")
 

@@ -63,7 +63,7 @@ def test_the_section_stands_below_a_card_that_is_otherwise_the_same(ckpt):
     assert rows_of(text) == ROWS
     assert "Rank 64, trained in 600 steps" in text
     assert "simulated on 1,288 sequences" in text
-    assert ModelCard(text).data.library_name == "vllm"
+    assert ModelCard(text).data.to_dict()["library_name"] == "vllm"
 
 
 def test_another_head_replaces_the_section(ckpt):

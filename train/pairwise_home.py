@@ -11,10 +11,9 @@ import torch
 
 from recipes.errors import UserError
 from recipes.manifest import write_json
-from serve.drafter_config import CONFIG_NAME, PAIRWISE_NAME
-from serve.format_config import Format
-from serve.formats import PublishedCheckpoint, read_checkpoint, recognise, write_published
-from serve.headers import read_json
+from serve.adopt import is_served_itself
+from serve.drafter_config import PAIRWISE_NAME
+from serve.formats import PublishedCheckpoint, read_checkpoint, write_published
 from serve.pairwise import PairwiseTables, write_pairwise
 from train.card import add_head
 from train.checkpoint import settle
@@ -44,7 +43,7 @@ def find_home(source: Source, output_dir: Path) -> Path:
     Raises UserError where another drafter has the copy's name.
     """
     folder = source.folder
-    is_ours = folder.is_relative_to(output_dir.resolve()) and _is_served_itself(folder)
+    is_ours = folder.is_relative_to(output_dir.resolve()) and is_served_itself(folder)
     home = folder if is_ours else _find_copy(source, output_dir / COPY_NAME)
     make_folder(home / PAIRWISE_NAME.parent)
     return home
@@ -55,16 +54,11 @@ def _find_copy(source: Source, copy: Path) -> Path:
         shutil.rmtree(leftover)
     if copy.exists():
         _check_same_drafter(source, copy)
-    elif _is_served_itself(source.folder):
+    elif is_served_itself(source.folder):
         _copy_files(source.folder, copy)
     else:
         write_published(source.init.checkpoint, copy)
     return copy
-
-
-def _is_served_itself(folder: Path) -> bool:
-    """As `serve.adopt` has it: the others are converted."""
-    return recognise(folder) == Format.PUBLISHED and "block_size" in read_json(folder / CONFIG_NAME)
 
 
 def _copy_files(folder: Path, copy: Path) -> None:

@@ -1,20 +1,17 @@
-"""What the training of a head shows: a progress bar (lines where there is no terminal) and TensorBoard.
+"""What the training of a head shows, by `train.reporting`'s means, and the table at its end.
 
-It is handed finished numbers and computes none.  Curves are a run of their own below those of the drafter,
-which count other steps.
+Curves are a run of their own below those of the drafter, which count other steps.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from torch.utils.tensorboard import SummaryWriter
 
 from train.pairwise_manifest import Simulated
+from train.reporting import Reporter, reporting
 
 
 @dataclass(frozen=True)
@@ -27,6 +24,8 @@ class HeadReading:
     gradient_norm: float
     """Of the last step, before clipping."""
     step_seconds: float
+    simulated: str = ""
+    """What held-out text said last."""
 
     def curves(self) -> Iterator[tuple[str, float]]:
         yield "pairwise/loss", self.loss
@@ -34,37 +33,30 @@ class HeadReading:
         yield "pairwise/grad_norm", self.gradient_norm
         yield "pairwise/step_s", self.step_seconds
 
+    def __str__(self) -> str:
+        return f"loss {self.loss:.4f}{self.simulated}"
+
 
 class HeadReporter:
     """Opened by `reporting_head`."""
 
-    def __init__(
-        self, writer: SummaryWriter, bar: Progress, task: TaskID, steps: int, budgets: Sequence[int]
-    ) -> None:
-        self._writer, self._bar, self._task = writer, bar, task
-        self._steps, self._budgets = steps, budgets
-        self._simulated = ""
+    def __init__(self, reporter: Reporter, budgets: Sequence[int]) -> None:
+        self._reporter, self._budgets, self._simulated = reporter, budgets, ""
 
     def show(self, reading: HeadReading) -> None:
-        for tag, value in reading.curves():
-            self._writer.add_scalar(tag, value, reading.step)
-        said = f"loss {reading.loss:.4f}{self._simulated}"
-        self._bar.update(self._task, completed=reading.step, description=said)
-        if not self._bar.console.is_terminal:
-            eta_s = (self._steps - reading.step) * reading.step_seconds
-            self.say(f"step {reading.step}/{self._steps}  {said}  ETA {eta_s:.0f} s")
+        self._reporter.show(replace(reading, simulated=self._simulated))
 
     def judge(self, step: int, before: Simulated, now: Simulated) -> None:
         """On held-out text; the progress shows the chain and the first of the trees from then on."""
-        for name, was, is_now in rows(before, now, self._budgets):
+        judged = list(rows(before, now, self._budgets))
+        for name, was, is_now in judged:
             tag = f"pairwise/{name.replace(' ', '_')}"
-            self._writer.add_scalar(tag, is_now, step)
-            self._writer.add_scalar(f"{tag}_without", was, step)
-        pairs = list(rows(before, now, self._budgets))[:2]
-        self._simulated = "".join(f"  {name} {was:.2f} -> {is_now:.2f}" for name, was, is_now in pairs)
+            self._reporter.draw(tag, is_now, step)
+            self._reporter.draw(f"{tag}_without", was, step)
+        self._simulated = "".join(f"  {name} {was:.2f} -> {is_now:.2f}" for name, was, is_now in judged[:2])
 
     def say(self, text: str) -> None:
-        self._bar.console.print(text)
+        self._reporter.say(text)
 
 
 def rows(before: Simulated, after: Simulated, budgets: Sequence[int]) -> Iterator[tuple[str, float, float]]:
@@ -84,18 +76,5 @@ def acceptance_table(before: Simulated, after: Simulated, budgets: Sequence[int]
 def reporting_head(
     tensorboard_dir: Path, first_step: int, steps: int, budgets: Sequence[int]
 ) -> Iterator[HeadReporter]:
-    """Curves go on at `first_step`; TensorBoard drops what a killed run wrote beyond it."""
-    console = Console(soft_wrap=True, highlight=False)
-    columns = (
-        TextColumn("pairwise head"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}"),
-        TimeRemainingColumn(),
-    )
-    with (
-        SummaryWriter(str(tensorboard_dir), purge_step=first_step + 1) as writer,
-        Progress(*columns, console=console, disable=not console.is_terminal) as bar,
-    ):
-        task = bar.add_task("", total=steps, completed=first_step)
-        yield HeadReporter(writer, bar, task, steps, budgets)
+    with reporting(tensorboard_dir, first_step, steps, "pairwise head") as reporter:
+        yield HeadReporter(reporter, budgets)

@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from recipes.errors import UserError
 from recipes.manifest import provenance
-from recipes.problems import describe_problem
-from recipes.schema import Recipe
 from serve.tensor_file import sync_path
 from train.pairwise_learner import HeadLearner
 from train.pairwise_manifest import HeadOrigin
+from train.resume import read_written_recipe
 
 FREE_FIELDS = frozenset(
     {"ckpt", "shards", "steps", "save_every_steps", "log_every_steps", "micro_batch_sequences", "budgets"}
@@ -55,20 +53,11 @@ class StateFile:
         return state.step
 
     def _check_same(self, state: HeadOrigin) -> None:
-        differences = list(_differences(state, self.origin, self._read_recipe(state)))
+        differences = list(_differences(state, self.origin, read_written_recipe(state.recipe, self.path)))
         if differences:
             first = f"{self.path} is the state of another training of a head:"
             last = "set it back to go on, name another output_dir, or remove the file to begin again"
             raise UserError("\n  ".join([first, *differences, last]))
-
-    def _read_recipe(self, state: HeadOrigin) -> dict[str, Any]:
-        """The state's, with the defaults of fields that the version which wrote it did not have."""
-        try:
-            return Recipe.model_validate(state.recipe).model_dump(mode="json")
-        except ValidationError as invalid:
-            lines = [describe_problem(details) for details in invalid.errors()]
-            first = f"{self.path}: its recipe is not one of this version, go on with the one that wrote it"
-            raise UserError("\n  ".join([first, *lines])) from invalid
 
 
 def _differences(was: HeadOrigin, now: HeadOrigin, recipe: dict[str, Any]) -> Iterator[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -51,13 +52,23 @@ class Reading:
         return f"loss {self.loss:.4f}  accepts {self.acceptance:.2f} (simulated)  {speed}"
 
 
+class Shown(Protocol):
+    """A `Reading`, or another training's; its str is what the progress says."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def step_seconds(self) -> float: ...
+    def curves(self) -> Iterator[tuple[str, float]]: ...
+
+
 class Reporter:
     """Opened by `reporting`; `show` takes one reading after another."""
 
     def __init__(self, writer: SummaryWriter, bar: Progress, task: TaskID, steps: int):
         self.writer, self.bar, self.task, self.steps = writer, bar, task, steps
 
-    def show(self, reading: Reading) -> None:
+    def show(self, reading: Shown) -> None:
         for tag, value in reading.curves():
             self.writer.add_scalar(tag, value, reading.step)
         self.bar.update(self.task, completed=reading.step, description=str(reading))
@@ -74,11 +85,13 @@ class Reporter:
 
 
 @contextmanager
-def reporting(tensorboard_dir: Path, first_step: int, steps: int) -> Iterator[Reporter]:
+def reporting(
+    tensorboard_dir: Path, first_step: int, steps: int, title: str = "distil"
+) -> Iterator[Reporter]:
     """Curves go on at `first_step`; TensorBoard drops what a killed run wrote beyond it."""
     console = Console(soft_wrap=True, highlight=False)
     columns = (
-        TextColumn("distil"),
+        TextColumn(title),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.description}"),

@@ -139,20 +139,23 @@ def keep_only_state(folders: RunFolders, step: int | None) -> None:
 
 def check_same_run(state: StateManifest, expected: StateManifest, folder: Path) -> None:
     """Raises UserError unless a run that would write `expected` may go on from `state`."""
-    differences = list(_differences(state, expected, _read_recipe(state, folder)))
+    differences = list(_differences(state, expected, read_written_recipe(state.recipe, folder)))
     if differences:
         first = f"{folder} belongs to another run, it cannot be continued as asked:"
         last = "set it back to go on, or give the new run another output_dir"
         raise UserError("\n  ".join([first, *differences, last]))
 
 
-def _read_recipe(state: StateManifest, folder: Path) -> dict[str, Any]:
-    """The state's, with the defaults of fields that the version which wrote it did not have."""
+def read_written_recipe(written: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    """A state's, with the defaults of fields that the version which wrote it did not have.
+
+    Raises UserError that names `source`, where the state lies, for a recipe that is none any more.
+    """
     try:
-        return Recipe.model_validate(state.recipe).model_dump(mode="json")
+        return Recipe.model_validate(written).model_dump(mode="json")
     except ValidationError as invalid:
         lines = [describe_problem(details) for details in invalid.errors()]
-        first = f"{folder}: its recipe is not one of this version, go on with the one that wrote it"
+        first = f"{source}: its recipe is not one of this version, go on with the one that wrote it"
         raise UserError("\n  ".join([first, *lines])) from invalid
 
 
