@@ -120,51 +120,6 @@ def plant_trees(
     return tokens_BN
 
 
-def pack_ancestors(parents_BN: torch.Tensor, num_nodes_B: torch.Tensor, words_BR: torch.Tensor) -> None:
-    """Fills words_BR: `pack_sees` of `see_ancestors`, for trees of any depth.
-
-    Nodes from num_nodes_B on are padding, whatever their parents are: a prefix of a tree is one.
-    """
-    batch, num_nodes = parents_BN.shape
-    assert words_BR.shape == (batch, 1 + num_nodes), f"{words_BR.shape} for parents {parents_BN.shape}"
-    assert num_nodes < MOST_ROWS, f"{num_nodes} nodes, a word has {MOST_ROWS} bits"
-    assert words_BR.dtype == torch.int64, f"words are {words_BR.dtype}, expected int64"
-    _pack_kernel[(batch,)](
-        parents_BN,
-        num_nodes_B,
-        words_BR,
-        num_nodes,
-        *parents_BN.stride(),
-        *words_BR.stride(),
-        num_warps=1,
-    )
-
-
-def follow_trees(
-    trees: Topology, node_tokens_BN: torch.Tensor, target_tokens_BR: torch.Tensor, num_slots: int
-) -> WalkBatch:
-    """`serve.tree_batch.follow_trees`."""
-    batch, num_nodes = trees.parents_BN.shape
-    assert num_nodes < MOST_ROWS, f"{num_nodes} nodes, a request has at most {MOST_ROWS} rows"
-    walk = _allocate_walk(batch, num_slots, target_tokens_BR)
-    _follow_kernel[(batch,)](
-        trees.parents_BN,
-        trees.num_nodes_B,
-        node_tokens_BN,
-        target_tokens_BR,
-        walk.path_BL,
-        walk.num_accepted_B,
-        walk.bonus_B,
-        num_nodes,
-        num_slots,
-        *trees.parents_BN.stride(),
-        *node_tokens_BN.stride(),
-        *target_tokens_BR.stride(),
-        num_warps=1,
-    )
-    return walk
-
-
 @dataclass(frozen=True)
 class Committed:
     """What a verified step comes to."""
@@ -184,7 +139,7 @@ def walk_and_commit(
     num_slots: int,
     num_tokens: int,
 ) -> Committed:
-    """What follows the sampling of a step: `follow_trees` and `commit_tokens` in one launch.
+    """What follows the sampling of a step: `serve.tree_batch.follow_trees` and `commit_tokens` in one launch.
 
     draft_tokens_T, target_tokens_T: by rows of the logits, integers of any width: the draft that a row holds
     (none where the committed token is), and the target's token after it.  logit_starts_B1: [B + 1], vLLM's
@@ -489,27 +444,6 @@ def _plant_kernel(
 
 
 @triton.jit
-def _pack_kernel(
-    parents: tl.tensor,
-    node_counts: tl.tensor,
-    words: tl.tensor,
-    most_nodes: int,
-    parents_request_stride: int,
-    parents_node_stride: int,
-    words_request_stride: int,
-    words_row_stride: int,
-) -> None:
-    """One program a request."""
-    request = tl.program_id(0).to(tl.int64)
-    row = tl.arange(0, _ROWS)
-    is_node = (row > 0) & (row <= tl.load(node_counts + request))
-    parents += request * parents_request_stride + (row - 1) * parents_node_stride
-    up = tl.load(parents, mask=is_node & (row <= most_nodes), other=_ROOT).to(tl.int32) + 1
-    words += request * words_request_stride + row * words_row_stride
-    tl.store(words, _close(row, up), mask=row <= most_nodes)
-
-
-@triton.jit
 def _close(row: tl.tensor, up: tl.tensor) -> tl.tensor:
     """The words of all rows.  up: the row above a row; the first row's is its own."""
     word = tl.full([_ROWS], 1, tl.int64) << row.to(tl.int64)
@@ -517,42 +451,6 @@ def _close(row: tl.tensor, up: tl.tensor) -> tl.tensor:
         word |= tl.gather(word, up, 0)
         up = tl.gather(up, up, 0)
     return word
-
-
-@triton.jit
-def _follow_kernel(
-    parents: tl.tensor,
-    node_counts: tl.tensor,
-    node_tokens: tl.tensor,
-    target_tokens: tl.tensor,
-    path: tl.tensor,
-    accepted_counts: tl.tensor,
-    bonus: tl.tensor,
-    most_nodes: int,
-    num_slots: int,
-    parents_request_stride: int,
-    parents_node_stride: int,
-    node_tokens_request_stride: int,
-    node_tokens_node_stride: int,
-    target_request_stride: int,
-    target_row_stride: int,
-) -> None:
-    """One program a request."""
-    request = tl.program_id(0).to(tl.int64)
-    number = tl.arange(0, _ROWS)
-    is_node = (number < tl.load(node_counts + request)) & (number < most_nodes)
-    parents += request * parents_request_stride + number * parents_node_stride
-    node_tokens += request * node_tokens_request_stride + number * node_tokens_node_stride
-    nodes, _, count, last = _follow(
-        tl.load(parents, mask=is_node, other=_ROWS),
-        tl.load(node_tokens, mask=is_node, other=0),
-        target_tokens + request * target_request_stride,
-        target_row_stride,
-        num_slots,
-    )
-    tl.store(path + request * num_slots + number, nodes, mask=number < num_slots)
-    tl.store(accepted_counts + request, count)
-    tl.store(bonus + request, last.to(bonus.dtype.element_ty))
 
 
 @triton.jit

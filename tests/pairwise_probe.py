@@ -138,12 +138,14 @@ def run_trees(case: Case, others: dict[str, str]) -> dict[str, Told]:
     return rounds
 
 
-def run_gpu_runtime(case: Case) -> dict[str, Told]:
+def run_gpu_runtime(
+    case: Case, watch: "Callable[[Any, Told], AbstractContextManager[None]] | None" = None
+) -> dict[str, Told]:
     """Trees once more, by the runtime of a GPU, interpreted."""
     import gpu_runtime_on_cpu  # noqa: PLC0415 - it imports vLLM
 
     gpu_runtime_on_cpu.install()
-    return {"GPU's trees": answer(start(case, BUDGET), case.prompts[:2])}
+    return {"GPU's trees": answer(start(case, BUDGET), case.prompts[:2], watch=watch)}
 
 
 def main(folder: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pairwise_probe import BUDGET, Told, answer, run_apart, start
+from pairwise_probe import BUDGET, Told, answer, run_apart, run_gpu_runtime, start
 from tree_targets import Case
 
 from serve.engine import CHAIN_REQUEST
@@ -105,14 +105,6 @@ def run_trees(case: Case, others: dict[str, str]) -> dict[str, Told]:
     return rounds
 
 
-def run_gpu_runtime(case: Case) -> Told:
-    """Trees once more, by the runtime of a GPU, interpreted."""
-    import gpu_runtime_on_cpu  # noqa: PLC0415 - it imports vLLM
-
-    gpu_runtime_on_cpu.install()
-    return answer(start(case, BUDGET), case.prompts[:2], watch=watched)
-
-
 def main(folder: Path) -> None:
     case, others, few = pickle.loads((folder / "case").read_bytes())
     prompts, of_few = case.prompts, replace(case, ckpt=few)
@@ -121,7 +113,7 @@ def main(folder: Path) -> None:
         "trees": lambda: run_trees(case, others),
         "chain": lambda: {"chain": answer(start(case, None), prompts, watch=watched)},
         "few": lambda: {"few": answer(start(of_few, BUDGET), prompts, watch=watched)},
-        "gpu": lambda: {"GPU's trees": run_gpu_runtime(case)},
+        "gpu": lambda: run_gpu_runtime(case, watched),
     }
     run_apart(folder, runs)
 

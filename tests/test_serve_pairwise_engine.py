@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from drafted_checks import assert_greedy_chain, assert_heaps_tree
 from pairwise_probe import BUDGET, MAX_TOKENS, Drafted, Told
 from search_path import environment
 from test_serve_parity import VOCAB
 from tree_targets import NUM_SLOTS, Case, write_dense_case
 
 from serve.pairwise import PairwiseTables, read_pairwise, score_after, write_pairwise
-from serve.tree import broadcast_marginals, grow_tree
+from serve.tree import broadcast_marginals
 
 pytestmark = pytest.mark.engine
 
@@ -72,7 +73,7 @@ def told(made) -> dict[str, Told]:
     return rounds
 
 
-def scores_by_definition(case: Case, told: Told, tables: PairwiseTables | None, each: Drafted) -> np.ndarray:
+def scores_by_definition(told: Told, tables: PairwiseTables | None, each: Drafted) -> np.ndarray:
     """s(slot, parent's candidate, candidate), one parent after another, from the text that was answered."""
     log_probs_LC = each.log_probs_LC.clamp(max=0)
     if tables is None:
@@ -107,29 +108,20 @@ def test_the_text_is_plain_decodings(told, name):
 
 @pytest.mark.parametrize("name", ["trees", "narrow", "none", "GPU's trees"])
 def test_every_tree_is_the_heaps_on_the_definitions_scores(made, told, name):
-    case, heads, _ = made
+    _, heads, _ = made
     drafted = drafts_worth_checking(told[name])
     assert len(drafted) > MAX_TOKENS
     for each in drafted:
-        tree = grow_tree(scores_by_definition(case, told[name], heads[name], each), BUDGET)
-        pairs = zip(tree.depths, tree.candidates, strict=True)
-        assert each.parents == list(tree.parents)
-        assert each.tokens == [int(each.tokens_LC[depth - 1, candidate]) for depth, candidate in pairs]
+        assert_heaps_tree(each, scores_by_definition(told[name], heads[name], each), BUDGET)
 
 
 @pytest.mark.parametrize("name", ["chains", "chain"])
 def test_every_chain_takes_what_is_best_after_what_it_took(made, told, name):
-    case, heads, _ = made
+    _, heads, _ = made
     changed = 0
     for each in drafts_worth_checking(told[name]):
-        scores_LCC = scores_by_definition(case, told[name], heads[name], each)
-        at, chain = 0, []
-        for slot, scores_CC in enumerate(scores_LCC):
-            at = int(scores_CC[at].argmax())
-            chain.append(int(each.tokens_LC[slot, at]))
-        assert each.tokens == chain
-        assert each.parents == list(range(-1, NUM_SLOTS - 1))
-        changed += chain != each.tokens_LC[:, 0].tolist()
+        assert len(each.tokens) == NUM_SLOTS
+        changed += assert_greedy_chain(each, scores_by_definition(told[name], heads[name], each))
     assert changed > MAX_TOKENS  # or the head would not have been heard
 
 

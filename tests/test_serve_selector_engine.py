@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drafted_checks import assert_greedy_chain, assert_heaps_tree
 from drafters import random_weights, write_checkpoint
 from pairwise_probe import BUDGET, MAX_TOKENS, Told
 from safetensors.torch import load_file
 from search_path import environment
 from selector_probe import Selected
 from tree_targets import NUM_SLOTS, Case, write_dense_case
-
-from serve.tree import grow_tree
 
 pytestmark = pytest.mark.engine
 
@@ -139,10 +138,7 @@ def test_the_text_is_plain_decodings(told, name):
 def test_every_tree_is_the_heaps_on_the_definitions_scores(made, told, name):
     branching = 0
     for each, scores_LCC in drafts_worth_checking(made, told, name):
-        tree = grow_tree(scores_LCC, BUDGET)
-        pairs = zip(tree.depths, tree.candidates, strict=True)
-        assert each.parents == list(tree.parents)
-        assert each.tokens == [int(each.tokens_LC[depth - 1, candidate]) for depth, candidate in pairs]
+        tree = assert_heaps_tree(each, scores_LCC, BUDGET)
         branching += len(set(tree.parents)) < len(tree)
     assert branching > MAX_TOKENS
 
@@ -157,13 +153,8 @@ def test_fewer_paths_than_nodes_give_smaller_trees(told):
 def test_every_chain_takes_what_is_best_after_what_it_took(made, told, name):
     changed = 0
     for each, scores_LCC in drafts_worth_checking(made, told, name):
-        at, chain = 0, []
-        for slot, scores_CC in enumerate(scores_LCC):
-            at = int(scores_CC[at].argmax())
-            chain.append(int(each.tokens_LC[slot, at]))
-        assert each.tokens == chain
-        assert each.parents == list(range(-1, NUM_SLOTS - 1))
-        changed += chain != each.tokens_LC[:, 0].tolist()
+        assert len(each.tokens) == NUM_SLOTS
+        changed += assert_greedy_chain(each, scores_LCC)
     assert changed > MAX_TOKENS  # or the selector would not have been heard
 
 

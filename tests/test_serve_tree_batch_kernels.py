@@ -18,11 +18,9 @@ from serve.tree_batch_kernels import (
     Committed,
     StepBuffers,
     allocate_step,
-    follow_trees,
     grow_trees,
     lay_out_step,
     lay_out_step_slowly,
-    pack_ancestors,
     plant_trees,
     walk_and_commit,
 )
@@ -173,54 +171,6 @@ def test_a_planted_tree_or_chain_has_the_tokens_of_its_candidates(seed, names_ch
             expected.num_nodes_B[slot] = trees.num_nodes_B[request]
         assert found_BN[request].tolist() == text
     assert_same(planted, expected)  # other slots are left alone
-
-
-# Packing
-
-
-@pytest.mark.parametrize("seed", PACKED)
-def test_the_kernels_words_are_the_packed_masks_of_the_twin(seed):
-    trees, num_slots = draw_trees(seed)
-    words_BR = torch.full((len(trees.parents_BN), 1 + trees.parents_BN.shape[1]), 77, device=DEVICE)
-    pack_ancestors(trees.parents_BN, trees.num_nodes_B, words_BR)
-    assert torch.equal(words_BR, pack_sees(see_ancestors(trees.parents_BN, num_slots)))
-
-
-@pytest.mark.parametrize("cut", [0, 1, 40, 63])
-def test_a_cut_makes_padding_of_nodes_and_no_depth_is_too_deep(cut):
-    chain_BN = torch.arange(-1, 62, device=DEVICE)[None]
-    words_BR = torch.empty(1, 64, dtype=torch.int64, device=DEVICE)
-    pack_ancestors(chain_BN, torch.tensor([cut], device=DEVICE), words_BR)
-    expected = chain_BN.where(torch.arange(63, device=DEVICE) < cut, ROOT)
-    assert torch.equal(words_BR, pack_sees(see_ancestors(expected, 63)))
-    assert (words_BR[0, 63] == -1) == (cut == 63)
-
-
-# Walking
-
-
-@pytest.mark.parametrize("seed", WALKED)
-def test_the_kernels_walks_are_the_twins(seed):
-    trees, num_slots = draw_trees(seed)
-    rng = np.random.default_rng(seed)
-    batch, budget = trees.parents_BN.shape
-    # few tokens, so that paths are long and siblings sometimes share one
-    tokens_BN = torch.from_numpy(rng.integers(0, 3, (batch, budget))).to(DEVICE)
-    target_BR = torch.from_numpy(rng.integers(0, 3, (batch, 1 + budget))).to(DEVICE, torch.int32)
-    walks = follow_trees(trees, tokens_BN, target_BR, num_slots)
-    assert_same(walks, tree_batch.follow_trees(trees, tokens_BN, target_BR, num_slots))
-    assert walks.path_BL.dtype == torch.int64
-    assert walks.bonus_B.dtype == torch.int32
-
-
-def test_the_drawn_walks_are_of_every_length():
-    lengths = set()
-    for seed in WALKED:
-        trees, num_slots = draw_trees(seed)
-        target_BR = torch.full((len(trees.parents_BN), 1 + trees.parents_BN.shape[1]), 1, device=DEVICE)
-        walk = tree_batch.follow_trees(trees, target_BR[:, 1:], target_BR, num_slots)
-        lengths |= set(walk.num_accepted_B.tolist())
-    assert lengths >= {0, 1, 2, 3, 5, 7}
 
 
 # Steps
@@ -380,6 +330,44 @@ def test_the_drawn_steps_have_requests_of_every_kind():
     assert (rows > 1024).sum() > 0
 
 
+def step_of(planted: Topology, num_drafts_B: torch.Tensor, num_slots: int) -> Step:
+    """Requests in the slots of their numbers, with so many drafts."""
+    batch, rows_B = len(num_drafts_B), 1 + num_drafts_B
+    starts_B1 = torch.nn.functional.pad(rows_B.cumsum(0), (1, 0)).int()
+    positions = torch.arange(int(starts_B1[-1]), device=DEVICE)
+    slots_B = torch.arange(batch, device=DEVICE)
+    lengths_B = (rows_B + 5).int()
+    return Step(planted, slots_B, num_drafts_B, starts_B1, lengths_B, positions, num_slots, batch)
+
+
+def assert_laid_out_alike(step: Step) -> StepBuffers:
+    mine, expected = step.empty(), step.empty()
+    lay_out_step(*step.inputs, mine)
+    lay_out_step_slowly(*step.inputs, expected)
+    assert_same(mine, expected)
+    return mine
+
+
+@pytest.mark.parametrize("seed", PACKED)
+def test_the_words_of_whole_trees_are_the_packed_masks(seed):
+    trees, num_slots = draw_trees(seed)
+    planted = Topology(trees.parents_BN, trees.depths_BN, trees.num_nodes_B)
+    full_B = torch.full_like(trees.num_nodes_B, trees.parents_BN.shape[1])
+    words_BR = assert_laid_out_alike(step_of(planted, full_B, num_slots)).words_PR
+    assert torch.equal(words_BR, pack_sees(see_ancestors(trees.parents_BN, num_slots)))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40, 63])
+def test_a_cut_makes_padding_of_nodes_and_no_depth_is_too_deep(cut):
+    chain_BN = torch.arange(-1, 62, device=DEVICE)[None]
+    planted = Topology(chain_BN, chain_BN + 2, torch.tensor([63], device=DEVICE))
+    words_BR = assert_laid_out_alike(step_of(planted, torch.tensor([cut], device=DEVICE), 63)).words_PR
+    if cut:  # without drafts a request's words are a chain's, whatever is planted
+        expected = chain_BN.where(torch.arange(63, device=DEVICE) < cut, ROOT)
+        assert torch.equal(words_BR, pack_sees(see_ancestors(expected, 63)))
+        assert (words_BR[0, 63] == -1) == (cut == 63)
+
+
 # Committing
 
 
@@ -441,6 +429,33 @@ def commit_by_twins(verified: Verified) -> Committed:
     return Committed(walk, *commit_tokens(walk, drafts_BN, verified.num_tokens))
 
 
+def verify_whole(seed: int) -> Verified:
+    """Trees with all of their drafts; one token or three, so that paths are long and siblings share some."""
+    trees, num_slots = draw_trees(seed)
+    rng = np.random.default_rng(seed)
+    batch, budget = trees.parents_BN.shape
+    total, num_tokens = batch * (1 + budget), [1, 3][seed % 2]
+    return Verified(
+        Topology(trees.parents_BN, trees.depths_BN, trees.num_nodes_B),
+        torch.from_numpy(rng.integers(0, num_tokens, total)).to(DEVICE, torch.int32),
+        torch.from_numpy(rng.integers(0, num_tokens, total)).to(DEVICE),
+        torch.arange(0, total + 1, 1 + budget, device=DEVICE, dtype=torch.int32),
+        num_slots,
+        1 + budget,
+    )
+
+
+@pytest.mark.parametrize("seed", WALKED)
+def test_the_walks_of_whole_trees_are_the_twins(seed):
+    verified = verify_whole(seed)
+    assert_same(verified.commit(), commit_by_twins(verified))
+
+
+def test_the_drawn_walks_are_of_every_length():
+    walks = [commit_by_twins(verify_whole(seed)).walk for seed in WALKED]
+    assert set(torch.cat([walk.num_accepted_B for walk in walks]).tolist()) >= {0, 1, 2, 3, 5, 7}
+
+
 @pytest.mark.parametrize("seed", STEPS)
 def test_one_launch_commits_what_the_twins_commit(seed):
     verified = draw_verified(seed)
@@ -472,31 +487,18 @@ def test_chunks_of_a_step_commit_what_the_whole_does():
 @pytest.mark.skipif(not IS_CUDA, reason="needs a GPU")
 @pytest.mark.parametrize("budget", [15, 31, 63])
 @pytest.mark.parametrize("kind", ["marginal", "sorted", "unsorted"])
-def test_a_graph_replays_growth_packing_and_walks_of_a_large_batch(kind, budget):
+def test_a_graph_replays_growth_of_a_large_batch(kind, budget):
     rng = np.random.default_rng(budget)
     draws = [draw_scores(rng, 128, 15, budget, kind) for _ in range(3)]
     scores = draws[0].clone()
-    tokens_BN = torch.randint(3, (128, budget), device=DEVICE)
-    target_BR = torch.randint(3, (128, 1 + budget), device=DEVICE)
-    words_BR = torch.empty(128, 1 + budget, dtype=torch.int64, device=DEVICE)
-
-    def step():
-        trees = grow_trees(scores, budget)
-        pack_ancestors(trees.parents_BN, trees.num_nodes_B, words_BR)
-        return trees, follow_trees(trees, tokens_BN, target_BR, 15)
-
-    step()
+    grow_trees(scores, budget)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        trees, walks = step()
+        trees = grow_trees(scores, budget)
     for other in draws:
         scores.copy_(other)
-        target_BR.copy_(torch.randint(3, target_BR.shape, device=DEVICE))
         graph.replay()
-        expected = tree_batch.grow_trees(other, budget)
-        assert_same(trees, expected)
-        assert torch.equal(words_BR, pack_sees(see_ancestors(expected.parents_BN, 15)))
-        assert_same(walks, tree_batch.follow_trees(expected, tokens_BN, target_BR, 15))
+        assert_same(trees, tree_batch.grow_trees(other, budget))
 
 
 @pytest.mark.skipif(not IS_CUDA, reason="needs a GPU")
@@ -555,8 +557,6 @@ for capability in (86, 90):
     print(shared_bytes(kernels._grow_kernel, capability, 1, TILE_PARENTS=16, TILE_CANDIDATES=16))
     print(shared_bytes(kernels._grow_kernel, capability, 8, TILE_PARENTS=64, TILE_CANDIDATES=64))
     print(shared_bytes(kernels._plant_kernel, capability, 1))
-    print(shared_bytes(kernels._pack_kernel, capability, 1))
-    print(shared_bytes(kernels._follow_kernel, capability, 1, num_slots=1, target_row_stride=1))
     print(shared_bytes(kernels._commit_kernel, capability, 1))
     print(shared_bytes(kernels._lay_out_kernel, capability, 1, AXES=3))
 """
@@ -564,5 +564,5 @@ for capability in (86, 90):
 
 def test_the_kernels_compile_for_sm_86_and_sm_90(tmp_path):
     shared = [number for (number,) in run_apart(COMPILE, tmp_path)]
-    assert len(shared) == 16
+    assert len(shared) == 12
     assert max(shared) <= SHARED_BYTES
