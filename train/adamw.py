@@ -116,7 +116,7 @@ def _update_kernel(
     means: tl.tensor,
     squares: tl.tensor,
     scale: tl.tensor | None,
-    size: int,
+    size: tl.int64,  # Triton takes int for 32 bits
     keep: float,
     rate: float,
     mean_pull: float,
