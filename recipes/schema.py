@@ -182,6 +182,51 @@ class Lora(Section):
     """Of every layer."""
 
 
+class PairwiseOptimizer(Optimizer):
+    """AdamW, all fp32; the schedule spans the steps that the head learns in."""
+
+    learning_rate: Annotated[float, Field(ge=0)] = 3e-3
+    """The peak; 0 learns nothing, a control of everything else."""
+    weight_decay: Annotated[float, Field(ge=0)] = 1.0
+    betas: tuple[float, float] = (0.9, 0.99)
+    warmup_share: Share = 0.03
+    """Share of all steps spent in linear warm-up."""
+
+
+class PairwiseSettings(Section):
+    """A pairwise head, however it is trained: scores of a token given the one before, for trees.
+
+    The defaults won on held-out text among rank 16 to 128, free and projected tables, and losses over
+    candidates and over the vocabulary, on the drafter in recipes/embedded.
+    """
+
+    rank: Positive = 64
+    """Of the term that two tokens share."""
+    candidates: Positive = 16
+    """Of a slot, the drafter's best: those that scores are for; all other tokens share one. Trees are
+    simulated with as many."""
+    optimizer: PairwiseOptimizer = PairwiseOptimizer()
+    objective: Objective = Objective()
+    """cross_entropy or d_pace: of the recorded token, after the recorded token before it."""
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _learns_from_text(self) -> "PairwiseSettings":
+        if self.objective.needs_final_states:
+            raise ValueError(
+                f"objective.kind is {self.objective.kind}: a head learns from the text alone, write"
+                " cross_entropy or d_pace"
+            )
+        return self
+
+
+class PairwiseCompanion(PairwiseSettings):
+    """A pairwise head that learns beside the drafter in the same steps, and leaves that as it would be."""
+
+    num_anchors: Positive = 32
+    """Of a sequence's blocks, drawn by lot, at each visit: so many at most does the head learn from."""
+
+
 class Train(Section):
     """The distillation phase."""
 
@@ -209,6 +254,9 @@ class Train(Section):
     """Fuse the drafter's elementwise work where there is a GPU."""
     optimizer: Optimizer = Optimizer()
     objective: Objective = Objective()
+    pairwise: PairwiseCompanion | None = None
+    """A pairwise head is trained together with the drafter, and lies in every checkpoint; {} takes the
+    defaults. None: none is (section `pairwise` trains one afterwards)."""
     save_every_steps: Positive = 500
     keep_checkpoints: Positive = 2
     log_every_steps: Positive = 10
@@ -232,6 +280,9 @@ class Serve(Section):
     enforce_eager: bool = False
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
     """Of an engine's KV cache; None is what gpu_memory_utilization leaves on a GPU, and 1 on a CPU."""
+    step_costs: Path | None = None
+    """A JSON file of what steps cost, for --budget auto: read if it is there, else measured and written.
+    None: measured at every start."""
 
 
 class Rounds(Section):
@@ -270,34 +321,17 @@ class Rounds(Section):
         return self.handover == "sleep" and not self.ahead and self.count > 2
 
 
-class PairwiseOptimizer(Optimizer):
-    """AdamW, all fp32; learning_rate_at's schedule over pairwise.steps."""
-
-    learning_rate: Annotated[float, Field(ge=0)] = 3e-3
-    """The peak; 0 learns nothing, a control of everything else."""
-    weight_decay: Annotated[float, Field(ge=0)] = 1.0
-    betas: tuple[float, float] = (0.9, 0.99)
-    warmup_share: Share = 0.03
-    """Share of all steps spent in linear warm-up."""
-
-
-class Pairwise(Section):
-    """A pairwise head for a drafter that stays as it is: scores of a token given the one before, for trees.
+class Pairwise(PairwiseSettings):
+    """A pairwise head for a drafter that stays as it is.
 
     `train/pairwise_head.py` trains it, in the precision of `train`.  The drafter's shape is its checkpoint's
-    own.  The defaults won on held-out text among rank 16 to 128, free and projected tables, and losses over
-    candidates and over the vocabulary, on the drafter in recipes/embedded.
+    own.
     """
 
     ckpt: Path | None = None
     """The drafter's folder, in any format that is served. None: the newest checkpoint of output_dir."""
     shards: Path | None = None
     """A folder of shards of the target, captured at that drafter's layers. None: those of output_dir."""
-    rank: Positive = 64
-    """Of the term that two tokens share."""
-    candidates: Positive = 16
-    """Of a slot, the drafter's best: those that scores are for; all other tokens share one. Trees are
-    simulated with as many."""
     steps: Positive = 600
     """Optimizer steps; the learning-rate schedule spans them."""
     sequences_per_step: Positive = 16
@@ -305,9 +339,6 @@ class Pairwise(Section):
     """Sequences that the drafter reads at a time."""
     num_anchors: Positive = 32
     """Blocks drawn per sequence, afresh at each visit."""
-    optimizer: PairwiseOptimizer = PairwiseOptimizer()
-    objective: Objective = Objective()
-    """cross_entropy or d_pace: of the recorded token, after the recorded token before it."""
     held_out_blocks: Positive = 8192
     """Whole sequences, drawn by lot, are kept from the training until they have this many blocks or are a
     tenth of all; on them acceptance is simulated. These blocks stay in host memory."""
@@ -316,15 +347,9 @@ class Pairwise(Section):
     save_every_steps: Positive = 100
     """Acceptance is simulated then, too."""
     log_every_steps: Positive = 10
-    seed: int = 0
 
     @model_validator(mode="after")
     def _is_consistent(self) -> "Pairwise":
-        if self.objective.needs_final_states:
-            raise ValueError(
-                f"objective.kind is {self.objective.kind}: a head learns from the text alone, write"
-                " cross_entropy or d_pace"
-            )
         if self.sequences_per_step % self.micro_batch_sequences:
             raise ValueError(
                 f"sequences_per_step {self.sequences_per_step} is no multiple of micro_batch_sequences"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from recipes.footprint import DTYPE_BYTES, FP32, key_size, query_size, tap_bytes
-from recipes.schema import Drafter, LayerType, Train
+from recipes.schema import Drafter, LayerType, PairwiseCompanion, Train
 
 BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's reduce_bucket_size, allocated whole."""
@@ -245,3 +245,60 @@ class Activations:
 
     def _stacks(self, kind: LayerType) -> list[StackShape]:
         return list(self.batch.stacks(kind, self.drafter.sliding_window))
+
+
+HEAD_BLOCKS, HEAD_ROW_NUMBERS = 512, 1 << 26
+"""Those of `train.pairwise_learner` and `train.pairwise`."""
+RANKED_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 28}
+"""Those of `train.pairwise`."""
+
+
+@dataclass(frozen=True)
+class CompanionBytes:
+    """What a pairwise head that learns beside the drafter takes of a rank's memory.
+
+    Its blocks' states wait for the end of the step; the work comes then, when activations are gone.
+    """
+
+    settings: PairwiseCompanion
+    hidden_size: int
+    vocab_size: int
+    blocks: int
+    """Of the rank, in a step."""
+    block_size: int
+    dtype_bytes: int
+    on_gpu: bool
+
+    @property
+    def num_parameters(self) -> int:
+        """Two projections of the target's rows, the gate, and what all other tokens share."""
+        return (3 * self.hidden_size + 1) * self.settings.rank
+
+    @property
+    def state_bytes(self) -> int:
+        return self.blocks * self.block_size * self.hidden_size * self.dtype_bytes
+
+    @property
+    def lasting_bytes(self) -> int:
+        """Parameters, gradients and two moments in fp32, and the states."""
+        return 4 * FP32 * self.num_parameters + self.state_bytes
+
+    @property
+    def work_bytes(self) -> int:
+        """Beside these: the states in one piece, then a chunk of logits or the loss's own."""
+        return self.state_bytes + max(self._ranking_bytes(), self._loss_bytes())
+
+    def _ranking_bytes(self) -> int:
+        """On a CPU in fp32 too."""
+        most = RANKED_LOGITS["cuda" if self.on_gpu else "cpu"]
+        logits = min(self.blocks * (self.block_size - 1) * self.vocab_size, max(most, self.vocab_size))
+        return logits * (self.dtype_bytes + (0 if self.on_gpu else FP32))
+
+    def _loss_bytes(self) -> int:
+        """Two tables of the vocabulary with some of the target's rows in fp32, of which they are made; or one
+        table's gradient, and the states and the candidates' vectors and gradients of a chunk of blocks."""
+        D, V, r = self.hidden_size, self.vocab_size, self.settings.rank
+        rows = min(HEAD_BLOCKS, self.blocks) * (self.block_size - 1)
+        made = 2 * V * r + min(V * D, HEAD_ROW_NUMBERS)
+        scored = V * r + rows * (D + 2 * self.settings.candidates * r)
+        return max(made, scored) * FP32

@@ -13,8 +13,16 @@ from recipes.job import (
     host_phase,
     millions,
 )
+from recipes.schema import PairwiseCompanion
 from recipes.serve_needs import asleep_on_gpu, asleep_on_host
-from recipes.train_footprint import Activations, bucket_bytes, step_bytes, worst_batch, zero_bytes
+from recipes.train_footprint import (
+    Activations,
+    CompanionBytes,
+    bucket_bytes,
+    step_bytes,
+    worst_batch,
+    zero_bytes,
+)
 
 
 def _trainer_rows(job: Job) -> Iterator[Row]:
@@ -39,6 +47,8 @@ def _trainer_rows(job: Job) -> Iterator[Row]:
         yield Row("DeepSpeed's buffers", words, buckets)
     activations = _activations(job)
     yield activations
+    if train.pairwise is not None:
+        yield _companion(job, train.pairwise, activations.num_bytes)
     beyond = step_bytes(train, trained, ranks) - buckets - activations.num_bytes
     if beyond > 0:
         words = f"{millions(trained)} x {FP32} / {ranks} ranks bytes, while buffers and activations rest"
@@ -64,6 +74,30 @@ def _activations(job: Job) -> Row:
         f"estimate: {batch.block_rows:,} block rows on {batch.context_rows:,} of context, {kept}{attention}"
     )
     return Row("activations", words, activations.peak_bytes())
+
+
+def companion_bytes(job: Job, settings: PairwiseCompanion) -> CompanionBytes:
+    """Of the pairwise head that learns beside the drafter."""
+    train, drafter = job.recipe.train, job.recipe.drafter
+    anchors = min(settings.num_anchors, worst_batch(train, drafter.block_size, job.longest).anchors)
+    return CompanionBytes(
+        settings,
+        job.target.hidden_size,
+        job.target.vocab_size,
+        train.sequences_per_step // job.train_ranks * anchors,
+        drafter.block_size,
+        DTYPE_BYTES[train.precision],
+        job.on_gpus,
+    )
+
+
+def _companion(job: Job, settings: PairwiseCompanion, activations: float) -> Row:
+    head = companion_bytes(job, settings)
+    beyond = max(0.0, head.work_bytes - activations)
+    words = f"{millions(head.num_parameters)} x {4 * FP32} bytes, states of {head.blocks:,} blocks a step"
+    if beyond:
+        words += ", and work while activations rest"
+    return Row("pairwise head beside it", words, head.lasting_bytes + beyond)
 
 
 def train_on_gpu(job: Job) -> Phase:

@@ -29,16 +29,22 @@ from recipes.needs import plan_phases
 from recipes.schema import Drafter, Lora
 from recipes.schema import Objective as ObjectiveSection
 from recipes.train_footprint import Activations, WorstBatch, saved_bytes, worst_batch, zero_bytes
+from recipes.train_needs import companion_bytes
 from serve import engine
 from tests.small_training import DRAFTER, HIDDEN, write_target
 from tests.test_plan import BF16, FLAGSHIP, RECIPES, TINY, phase_of, plan_of
-from train import attention, head, pointwise, saving, tiles
+from train import attention, head, pairwise, pairwise_learner, pointwise, saving, tiles
 from train.batches import worst_case_batch
 from train.drafter import DFlashDrafter
 from train.head import find_rows
 from train.lora import adapt
 from train.objective import Objective
+from train.pairwise import DraftedBlocks, PairwiseHead
+from train.pairwise_learner import backward
 from train.ranks import _ALONE
+from train.target_parts import TargetParts
+
+TRAIN_ON_GPU = "train: memory of each GPU"
 
 
 def test_numbers_with_another_home_are_those():
@@ -47,6 +53,9 @@ def test_numbers_with_another_home_are_those():
     for name in ("TILE_ROWS", "STACK_KEYS", "KEY_STEP"):
         assert getattr(train_footprint, name) == getattr(tiles, name)
     assert train_footprint.CHUNK_LOGITS == head.CHUNK_LOGITS
+    assert train_footprint.HEAD_BLOCKS == pairwise_learner.BLOCKS_AT_ONCE
+    assert train_footprint.HEAD_ROW_NUMBERS == pairwise.ROW_NUMBERS
+    assert {name: most for name, (_, most) in pairwise._RANKING.items()} == train_footprint.RANKED_LOGITS
 
 
 def test_what_is_saved_is_what_the_trainer_makes_room_for():
@@ -302,3 +311,68 @@ def test_adapters_need_no_masters_of_what_is_frozen():
     assert adapted.num_trained < flagship.num_parameters / 50
     disk, whole_disk = (phase_of(job, "disk").need_gib for job in (adapted, flagship))
     assert whole_disk - disk == pytest.approx(2 * 12 * (flagship.num_parameters) / GIB, rel=0.05)
+
+
+# A pairwise head beside the drafter
+
+
+def measure_head(counted) -> tuple[int, int]:
+    """Numbers that a head learns, and the peak of its loss and gradient, on tensors without storage."""
+    sizes = counted.blocks, counted.block_size - 1
+    candidates = *sizes, counted.settings.candidates
+    with FakeTensorMode():
+        parts = TargetParts(*torch.empty(2, counted.vocab_size, counted.hidden_size, dtype=torch.bfloat16))
+        learning = PairwiseHead(parts, counted.settings.rank)
+        drafted = DraftedBlocks(
+            torch.empty(*sizes, counted.hidden_size, dtype=torch.bfloat16),
+            torch.empty(sizes[0], dtype=torch.int64),
+            torch.empty(sizes, dtype=torch.int64),
+            torch.empty(sizes, dtype=torch.bool),
+            torch.empty(candidates, dtype=torch.int64),
+            torch.empty(candidates),
+        )
+        given = [parts.embedding_VD, parts.head_VD, *learning.parameters(), *vars(drafted).values()]
+        with LiveBytes(given) as live:
+            weight = torch.empty((), dtype=torch.float64)
+            backward(learning, [drafted], counted.settings.objective, weight=weight)
+    return sum(each.numel() for each in learning.parameters()), live.peak
+
+
+@pytest.mark.parametrize(
+    ("path", "overrides"),
+    [
+        (FLAGSHIP, []),
+        (FLAGSHIP, ["hardware.gpus=1", "serve.tensor_parallel_size=1", "train.pairwise.num_anchors=512"]),
+        (FLAGSHIP, ["train.pairwise.rank=256"]),
+        (FLAGSHIP, ["hardware.gpus=1", "serve.tensor_parallel_size=1", "train.pairwise.candidates=63"]),
+        (TINY, []),
+    ],
+)
+def test_a_head_beside_the_drafter_takes_what_the_plan_says(path, overrides):
+    job = plan_of(path, "train.pairwise={}", *overrides)
+    counted = companion_bytes(job, job.recipe.train.pairwise)
+    num_parameters, peak = measure_head(counted)
+    assert counted.num_parameters == num_parameters
+    gradients = 4 * num_parameters
+    assert 0.95 * peak < counted._loss_bytes() + gradients < 1.2 * peak
+
+
+def test_a_head_beside_the_drafter_is_a_row_only_if_it_is_asked_for():
+    without, with_head = (
+        {row.what: row.num_bytes for row in phase_of(plan_of(FLAGSHIP, *more), TRAIN_ON_GPU).rows}
+        for more in ([], ["train.pairwise={}"])
+    )
+    head_bytes = with_head.pop("pairwise head beside it")
+    assert with_head == without
+    blocks, hidden, rank = 16 // 2 * 32, 5120, 64
+    assert head_bytes == 16 * (3 * hidden * rank + rank) + blocks * 16 * hidden * BF16
+
+
+def test_a_head_that_works_in_more_than_activations_leave_is_counted_whole():
+    small = ["train.micro_batch_sequences=1", "train.num_anchors=1", "data.max_prompt_tokens=8"]
+    job = plan_of(FLAGSHIP, *small, "data.sampling.max_tokens=8", "train.pairwise={rank: 512}")
+    rows = {row.what: row.num_bytes for row in phase_of(job, TRAIN_ON_GPU).rows}
+    counted = companion_bytes(job, job.recipe.train.pairwise)
+    whole = counted.lasting_bytes + counted.work_bytes
+    assert rows["activations"] < counted.work_bytes
+    assert rows["pairwise head beside it"] + rows["activations"] == pytest.approx(whole)

@@ -249,6 +249,17 @@ def test_a_wrong_value_is_told_with_what_was_expected(override, words):
     assert words in line
 
 
+def test_a_head_beside_the_drafter_is_asked_for_and_learns_from_text():
+    assert load_recipe(SMALL).train.pairwise is None
+    defaults = load_recipe(SMALL, ["train.pairwise={}"])
+    assert defaults.train.pairwise.rank == defaults.pairwise.rank
+    assert load_recipe(SMALL, ["train.pairwise.rank=9"]).train.pairwise.rank == 9
+    (line,) = complaint(SMALL, "train.pairwise.objective.kind=kl")
+    assert "train.pairwise: objective.kind is kl: a head learns from the text alone" in line
+    (line,) = complaint(SMALL, "train.pairwise.steps=9")
+    assert "train.pairwise.steps: unknown key" in line
+
+
 def test_a_missing_key_is_told_with_what_it_should_hold(edited):
     (line,) = complaint(edited("  block_size: 8\n", ""))
     assert "drafter.block_size: missing; expected an integer (Slots of a block" in line

@@ -239,6 +239,7 @@ def test_elements_past_2_31_are_reached():
 
 # In DeepSpeed
 
+
 @pytest.fixture(scope="module")
 def ranks(only_rank):
     return only_rank

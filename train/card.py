@@ -61,7 +61,9 @@ _HEAD = """\
 
 `pairwise/head.safetensors` scores a token given the one before it, which makes branches of draft trees worth
 more.  Draftsmith's server uses it; other engines pass it over.  Rank {rank}, trained in {step:,} steps on the
-target's own text; the drafter stayed as it was.
+target's own text; {drafter}.
+"""
+_SIMULATED = """\
 
 Tokens a step, simulated on {sequences:,} sequences that the head did not see:
 
@@ -159,10 +161,10 @@ def _head_section(head: HeadManifest) -> str:
     settings = Recipe.model_validate(head.recipe).pairwise
     names = ["chain", *(f"trees of {budget}" for budget in settings.budgets)]
     pairs = zip([head.before.chain, *head.before.trees], [head.after.chain, *head.after.trees], strict=True)
-    return _HEAD.format(
-        title=_HEAD_TITLE,
-        rank=settings.rank,
-        step=head.step,
+    words = _HEAD.format(
+        title=_HEAD_TITLE, rank=settings.rank, step=head.step, drafter="the drafter stayed as it was"
+    )
+    return words + _SIMULATED.format(
         sequences=head.held_out_sequences,
         rows="\n".join(
             f"| {name} | {was:.2f} | {now:.2f} |" for name, (was, now) in zip(names, pairs, strict=True)
@@ -181,7 +183,7 @@ def _replace_card(ckpt: Path, text: str, scratch: Path) -> None:
 def model_card(
     config: Mapping[str, Any], manifest: CheckpointManifest, measured: Measured | None = None
 ) -> str:
-    return _CARD.format(
+    card = _CARD.format(
         header=format_yaml(_header(manifest)),
         target=manifest.target.model,
         step=manifest.step,
@@ -191,6 +193,16 @@ def model_card(
         manifest=MANIFEST_NAME,
         acceptance="\n".join(_acceptance(manifest, measured)) + "\n",
     )
+    return card + _companion_section(manifest)
+
+
+def _companion_section(manifest: CheckpointManifest) -> str:
+    """Nothing where no head learnt beside the drafter."""
+    settings = Recipe.model_validate(manifest.recipe).train.pairwise
+    if settings is None:
+        return ""
+    beside = "together with the drafter, which is the same without it"
+    return f"\n{_HEAD.format(title=_HEAD_TITLE, rank=settings.rank, step=manifest.step, drafter=beside)}"
 
 
 def _header(manifest: CheckpointManifest) -> dict[str, Any]:

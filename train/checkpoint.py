@@ -1,7 +1,8 @@
 """Published checkpoints: a folder that stock engines load, whole or not there at all.
 
-`checkpoints/checkpoint-N/` holds config.json, model.safetensors (bf16), draftsmith.json and README.md;
-`checkpoints/latest` points at the newest.  What resuming needs besides is `train.resume`'s.
+`checkpoints/checkpoint-N/` holds config.json, model.safetensors (bf16), draftsmith.json, README.md and, where
+a pairwise head learnt beside the drafter, `pairwise/head.safetensors`; `checkpoints/latest` points at the
+newest.  What resuming needs besides is `train.resume`'s.
 """
 
 import shutil
@@ -17,6 +18,7 @@ from recipes.manifest import CheckpointManifest, write_json, write_text
 from recipes.schema import Drafter
 from serve.checkpoint import read_drafter_config
 from serve.drafter_config import CONFIG_NAME, expected_tensors, parse_config
+from serve.pairwise import PairwiseTables, write_pairwise
 from serve.plan import MANIFEST_NAME
 from serve.tensor_file import sync_path
 from train.card import CARD_NAME, model_card
@@ -28,7 +30,11 @@ WEIGHTS_NAME = "model.safetensors"
 
 
 def publish(
-    folder: Path, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], manifest: CheckpointManifest
+    folder: Path,
+    weights: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    manifest: CheckpointManifest,
+    head: PairwiseTables | None = None,
 ) -> Path:
     """`folder`/checkpoint-STEP, complete and on the disk, and `latest` on it. Returns its path."""
     final = folder / f"{PREFIX}{manifest.step}"
@@ -37,6 +43,8 @@ def publish(
     temporary.mkdir(parents=True)
     write_json(temporary / CONFIG_NAME, config)
     save_file(dict(weights), temporary / WEIGHTS_NAME, metadata={"format": "pt"})
+    if head is not None:
+        write_pairwise(temporary, head)
     write_json(temporary / MANIFEST_NAME, manifest)
     write_text(temporary / CARD_NAME, model_card(config, manifest))
     settle(temporary, final)

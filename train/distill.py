@@ -25,6 +25,7 @@ from recipes.schema import Recipe
 from serve.engine import child_environment
 from train.card import add_measurement
 from train.loop import Distillation, Distilled, check_split, drafter_config
+from train.pairwise_companion import check_companion
 from train.pulse import check_gap, draw_round, is_drawn, show_round
 from train.ranks import Ranks, joined_ranks
 from train.recipe_page import end_session, show_recipe
@@ -93,6 +94,7 @@ def check(arguments: argparse.Namespace, ranks: Ranks) -> None:
     drafter_config(recipe)
     check_split(recipe, ranks.world_size)
     check_init(recipe)
+    check_companion(recipe)
     check_devices(recipe.rounds, ranks.gpus_here)
     check_plan(arguments.recipe, recipe)
 

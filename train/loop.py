@@ -26,6 +26,7 @@ from train.drafter import DFlashDrafter
 from train.feed import Choice, Feed, choose_sequences, read_ahead
 from train.lora import adapt
 from train.objective import lacks_final_states
+from train.pairwise_companion import begin_companion
 from train.ranks import Ranks
 from train.reporting import Reporter, reporting
 from train.resume import Progress, RunFolders, find_last_pair
@@ -48,7 +49,7 @@ class Distilled:
     checkpoint: Path
     step: int
     simulated_acceptance: float
-    """Of the chain, on training blocks of the last steps."""
+    """Of the chain that would be served, on training blocks of the last steps."""
 
 
 class Distillation:
@@ -151,7 +152,10 @@ class Distillation:
         recipe = self._recipe
         is_drafting = recipe.rounds.ahead and which != self._rounds[-1]
         drafting_step = which.steps.start if is_drafting else None
-        return Saver(recipe, self._folders, drafter_config(recipe), data, self._ranks, drafting_step)
+        companion = None if self._learner is None else self._learner.companion
+        return Saver(
+            recipe, self._folders, drafter_config(recipe), data, self._ranks, drafting_step, companion
+        )
 
 
 def distil(recipe: Recipe, ranks: Ranks) -> Distilled:
@@ -172,7 +176,7 @@ def _take_steps(
     window = Window()
     for step, micro_batches in zip(steps, window.timed(read_ahead(feed.read_step, steps)), strict=True):
         learning_rate = learning_rate_at(step, train.steps, train.optimizer)
-        totals = learner.learn(micro_batches, learning_rate)
+        totals = learner.learn(micro_batches, learning_rate, _head_learning_rate_at(step, train))
         window.add(totals, micro_batches)
         progress = progress.after(train.sequences_per_step, totals.num_tokens)
         taken = step + 1
@@ -180,13 +184,18 @@ def _take_steps(
         # no window straddles a save, so that none differs after resuming
         if taken % train.log_every_steps == 0 or is_saved:
             reading = window.read(taken, learning_rate, learner.ranks)
-            progress = replace(progress, simulated_acceptance=reading.acceptance)
+            progress = replace(progress, simulated_acceptance=reading.served_acceptance)
             if reporter is not None:
                 reporter.show(reading)
         if is_saved:
             saver.save(learner.engine, progress)
             window.restart_clock()
     return progress
+
+
+def _head_learning_rate_at(step: int, train: Train) -> float | None:
+    """None where no pairwise head learns beside the drafter."""
+    return None if train.pairwise is None else learning_rate_at(step, train.steps, train.pairwise.optimizer)
 
 
 def start_learner(recipe: Recipe, ranks: Ranks, init: Init | None = None) -> Learner:
@@ -200,7 +209,8 @@ def start_learner(recipe: Recipe, ranks: Ranks, init: Init | None = None) -> Lea
         init.load_into(drafter)
     if recipe.train.lora is not None:
         adapt(drafter, recipe.train.lora)
-    return Learner(start_engine(drafter, recipe.train, ranks), parts, recipe.train, ranks)
+    engine = start_engine(drafter, recipe.train, ranks)
+    return Learner(engine, parts, recipe.train, ranks, begin_companion(recipe, parts, ranks))
 
 
 def rehearse_largest_batch(recipe: Recipe, learner: Learner, hidden_size: int) -> None:

@@ -12,6 +12,7 @@ are the head as it is trained, from projections of the target's rows, and its lo
 # In `serve.pairwise`'s scores parents = embedding P_a and children = head P_b [V, r]: of the target's rows.
 # Over the whole vocabulary instead of candidates and rest: log-softmax of log q + m children.
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,8 @@ from train.target_parts import TargetParts
 
 _RANKING = {"cpu": (rank_candidates, 1 << 23), "cuda": (rank_on_gpu, 1 << 28)}
 """By device: of equal results, and how many logits at a time."""
+ROW_NUMBERS = 1 << 26
+"""How many numbers of the target's rows are fp32 at a time: 256 MiB."""
 
 
 @dataclass(frozen=True)
@@ -94,16 +97,56 @@ class ProjectedTable(nn.Module):
     """The target's frozen rows in fewer dimensions: rare tokens learn from like ones."""
 
     rows_VD: torch.Tensor
+    """No copy."""
+    length: torch.Tensor
 
     def __init__(self, rows_VD: torch.Tensor, rank: int):
         super().__init__()
-        rows_VD = rows_VD.float()
-        unit_VD = rows_VD / rows_VD.square().sum(1).mean().sqrt()  # 1 long on average, whatever the target's
-        self.register_buffer("rows_VD", unit_VD, persistent=False)
+        squares_V = torch.cat([chunk.float().square().sum(1) for chunk in _cut_rows(rows_VD)])
+        self.register_buffer("rows_VD", rows_VD, persistent=False)
+        self.register_buffer("length", squares_V.mean().sqrt(), persistent=False)
         self.weight = nn.Parameter(torch.zeros(rows_VD.shape[1], rank))
 
     def forward(self) -> torch.Tensor:
-        return self.rows_VD @ self.weight
+        return _Projection.apply(self.weight, self.rows_VD, self.length)
+
+
+class _Projection(torch.autograd.Function):
+    """Rows that are 1 long on average, whatever the target's, times a weight; fp32 a chunk at a time."""
+
+    @staticmethod
+    def forward(ctx, weight_Dr, rows_VD, length):
+        ctx.save_for_backward(rows_VD, length)
+        table_Vr = weight_Dr.new_empty(len(rows_VD), weight_Dr.shape[1])
+        parts = table_Vr.split(_rows_at_once(rows_VD))
+        for chunk, part in zip(_unit_rows(rows_VD, length), parts, strict=True):
+            torch.mm(chunk, weight_Dr, out=part)
+        return table_Vr
+
+    @staticmethod
+    def backward(ctx, slope_Vr):
+        rows_VD, length = ctx.saved_tensors
+        slope_Dr = slope_Vr.new_zeros(rows_VD.shape[1], slope_Vr.shape[1])
+        slopes = slope_Vr.split(_rows_at_once(rows_VD))
+        for chunk, slope in zip(_unit_rows(rows_VD, length), slopes, strict=True):
+            slope_Dr += chunk.T @ slope
+        return slope_Dr, None, None
+
+
+def _unit_rows(rows_VD: torch.Tensor, length: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A chunk after another, each in the place of the last."""
+    chunks = _cut_rows(rows_VD)
+    unit_rows = torch.empty_like(chunks[0], dtype=torch.float32)
+    for chunk in chunks:
+        yield unit_rows[: len(chunk)].copy_(chunk).div_(length)
+
+
+def _cut_rows(rows_VD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return rows_VD.split(_rows_at_once(rows_VD))
+
+
+def _rows_at_once(rows_VD: torch.Tensor) -> int:
+    return max(1, ROW_NUMBERS // rows_VD.shape[1])
 
 
 class PairwiseHead(nn.Module):
@@ -130,6 +173,12 @@ def score(tables: PairwiseTables, blocks: DraftedBlocks, parents_ALP: torch.Tens
 def fill_tables(tables: PairwiseTables, blocks: DraftedBlocks) -> torch.Tensor:
     """What `serve.tree.grow_tree` takes for each block. [A, L, C, C] fp32"""
     return fill_table(tables, blocks.hidden_ALD, blocks.anchors_A, blocks.tokens_ALC, blocks.log_probs_ALC)
+
+
+def fill_marginals(blocks: DraftedBlocks) -> torch.Tensor:
+    """The same where there is no head: a token's score, whatever its parent. [A, L, C, C] fp32"""
+    count = blocks.tokens_ALC.shape[-1]
+    return blocks.log_probs_ALC.clamp(max=0)[:, :, None].expand(-1, -1, count, -1)
 
 
 # Losses

@@ -15,7 +15,7 @@ from data.shards import Sequence as TextSequence
 from data.shards import Shards
 from serve.pairwise import PairwiseTables
 from train.batches import pack
-from train.pairwise import DraftedBlocks, fill_tables
+from train.pairwise import DraftedBlocks, fill_marginals, fill_tables
 from train.pairwise_inputs import Split, decoding_anchors
 from train.pairwise_learner import BLOCKS_AT_ONCE, FrozenDrafter, cut, join
 from train.pairwise_manifest import Simulated
@@ -53,10 +53,9 @@ class HeldOut:
         return [accepted_by_chains(*drafts), *(accepted_by_trees(*drafts, budget) for budget in budgets)]
 
     def _score(self, blocks: DraftedBlocks, tables: PairwiseTables | None) -> torch.Tensor:
-        if tables is not None:
-            return fill_tables(tables, move(blocks, self.device))
-        count = blocks.tokens_ALC.shape[-1]
-        return blocks.log_probs_ALC.clamp(max=0)[:, :, None].expand(-1, -1, count, -1)
+        if tables is None:
+            return fill_marginals(blocks)
+        return fill_tables(tables, move(blocks, self.device))
 
     def _committed(self, accepted_A: torch.Tensor) -> float:
         """Tokens a step, over all sequences."""

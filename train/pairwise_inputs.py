@@ -16,7 +16,7 @@ from data.shards import MANIFEST_NAME, Shards, open_shards
 from recipes.errors import UserError
 from recipes.load import resolve_model
 from recipes.manifest import Origin, ShardManifest, fingerprint_files, identify_target, read_manifest
-from recipes.schema import Drafter, Pairwise, Recipe
+from recipes.schema import Drafter, Pairwise, PairwiseSettings, Recipe
 from serve.checkpoint import load_target_config
 from serve.drafter_config import CONFIG_NAME, PublishedConfig, parse_config
 from serve.drafter_fit import config_differences, refuse
@@ -48,7 +48,7 @@ def read_source(recipe: Recipe) -> Source:
     config = parse_config(checkpoint.config, str(folder))
     target = load_target_config(resolve_model(recipe.target.model), recipe.target.revision)
     refuse(str(folder), chain(config_differences(config, target), _untrained_positions(config)))
-    _check_candidates(recipe.pairwise, target)
+    check_candidates("pairwise", recipe.pairwise, target)
     check_finite(checkpoint)
     fingerprint = fingerprint_files([folder / CONFIG_NAME, *sorted(set(checkpoint.files.values()))])
     origin = Origin(checkpoint=str(folder), format=str(layout), fingerprint=fingerprint)
@@ -73,10 +73,11 @@ def _untrained_positions(config: PublishedConfig) -> Iterator[str]:
         yield f"rope_type is {kind!r}, only plain rotary positions are computed in training"
 
 
-def _check_candidates(settings: Pairwise, target: dict[str, Any]) -> None:
+def check_candidates(section: str, settings: PairwiseSettings, target: dict[str, Any]) -> None:
+    """Raises UserError where the target has fewer tokens."""
     if settings.candidates > target["vocab_size"]:
         raise UserError(
-            f"pairwise.candidates is {settings.candidates}, the target's vocabulary has"
+            f"{section}.candidates is {settings.candidates}, the target's vocabulary has"
             f" {target['vocab_size']} tokens: lower it"
         )
 

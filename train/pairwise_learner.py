@@ -1,5 +1,6 @@
-"""A frozen drafter and the head that learns from what it drafts: one optimizer step, and no files or clocks.
+"""A head that learns from what a drafter drafts: one optimizer step, and no files or clocks.
 
+The drafter is frozen here, or learns besides (`train.pairwise_companion`).
 The loss of a step is a mean over all its blocks, so that no split into batches or chunks changes anything.
 """
 
@@ -12,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from recipes.schema import Objective as ObjectiveSettings
-from recipes.schema import Pairwise
+from recipes.schema import PairwiseSettings
 from serve.pairwise import PairwiseTables
 from train.batches import Batch
 from train.drafter import DFlashDrafter
@@ -71,22 +72,29 @@ class Learnt:
 class HeadLearner:
     head: PairwiseHead
     optimizer: torch.optim.AdamW
-    settings: Pairwise
+    settings: PairwiseSettings
 
     def learn(self, drafted: Sequence[DraftedBlocks], learning_rate: float) -> Learnt:
         """One optimizer step."""
         self.optimizer.zero_grad()
         loss = backward(self.head, drafted, self.settings.objective)
+        norm = self.clip()
+        if loss.isfinite() and norm.isfinite():
+            self.take_step(learning_rate)
+        return Learnt(float(loss), float(norm))
+
+    def clip(self) -> torch.Tensor:
+        """The gradient, where it is too long.  Returns its norm before. Scalar"""
         most = self.settings.optimizer.gradient_clipping
-        norm_1 = torch.nn.utils.clip_grad_norm_(self.head.parameters(), most)
-        if loss.isfinite() and norm_1.isfinite():
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
-            self.optimizer.step()
-        return Learnt(float(loss), float(norm_1))
+        return torch.nn.utils.clip_grad_norm_(self.head.parameters(), most)
+
+    def take_step(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
 
 
-def begin_head(parts: TargetParts, settings: Pairwise) -> HeadLearner:
+def begin_head(parts: TargetParts, settings: PairwiseSettings) -> HeadLearner:
     """Untrained, on the parts' device.  The seed alone decides."""
     torch.manual_seed(settings.seed)
     head = PairwiseHead(parts, settings.rank).to(parts.head_VD.device)
@@ -102,10 +110,14 @@ def backward(
     drafted: Sequence[DraftedBlocks],
     settings: ObjectiveSettings,
     blocks_at_once: int = BLOCKS_AT_ONCE,
+    weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Adds the gradient of the mean loss over all blocks to the head's; returns that loss. Scalar, fp64"""
+    """Adds the gradient of the mean loss over all blocks to the head's; returns that loss. Scalar, fp64
+
+    weight: a normaliser, where the mean is over more blocks than these.
+    """
     whole = join(drafted)
-    weight = Objective(settings).normaliser(whole.known_by_slot)
+    weight = Objective(settings).normaliser(whole.known_by_slot) if weight is None else weight
     total = torch.zeros_like(weight)
     for blocks in cut(whole, blocks_at_once):  # as few as may be: each makes the tables of all tokens
         loss = loss_sum(blocks, label_among_candidates(head, blocks), settings) / weight.float()
@@ -115,6 +127,8 @@ def backward(
 
 
 def join(drafted: Sequence[DraftedBlocks]) -> DraftedBlocks:
+    if len(drafted) == 1:
+        return drafted[0]
     return DraftedBlocks(
         *(torch.cat(parts) for parts in zip(*(vars(blocks).values() for blocks in drafted), strict=True))
     )

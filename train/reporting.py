@@ -3,7 +3,7 @@
 The main rank's only; it is handed finished numbers and computes none.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,22 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass(frozen=True)
+class CompanionReading:
+    """Of the pairwise head that learns beside the drafter, over the same steps."""
+
+    loss: float
+    acceptance: Mapping[str, float]
+    """Simulated acceptance length by way of drafting (`train.pairwise_companion.WAYS`)."""
+    gradient_norm: float
+
+    def curves(self) -> Iterator[tuple[str, float]]:
+        yield "head/loss", self.loss
+        yield "head/grad_norm", self.gradient_norm
+        for way, acceptance in self.acceptance.items():
+            yield f"head/{way}", acceptance
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,12 @@ class Reading:
     wait_seconds: float
     """Of each step: how long it waited for its data."""
     tokens_per_second: float
+    head: CompanionReading | None = None
+
+    @property
+    def served_acceptance(self) -> float:
+        """Simulated acceptance length of the chain that an engine would draft."""
+        return self.acceptance if self.head is None else self.head.acceptance["chain"]
 
     def curves(self) -> Iterator[tuple[str, float]]:
         yield "loss/train", self.loss
@@ -46,10 +68,13 @@ class Reading:
         yield "data/anchor_coverage_least", self.least_anchor_coverage
         yield "time/step_s", self.step_seconds
         yield "data/wait_s", self.wait_seconds
+        if self.head is not None:
+            yield from self.head.curves()
 
     def __str__(self) -> str:
         speed = f"{self.tokens_per_second:,.0f} tokens/s"
-        return f"loss {self.loss:.4f}  accepts {self.acceptance:.2f} (simulated)  {speed}"
+        with_head = "" if self.head is None else f", {self.served_acceptance:.2f} with the head"
+        return f"loss {self.loss:.4f}  accepts {self.acceptance:.2f}{with_head} (simulated)  {speed}"
 
 
 class Shown(Protocol):

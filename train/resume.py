@@ -22,6 +22,8 @@ from train.checkpoint import PREFIX, published_steps
 
 STATE_PREFIX = "step-"
 STATE_MANIFEST_NAME = "draftsmith_state.json"
+HEAD_STATE_NAME = "pairwise.pt"
+"""Of the pairwise head that learns beside the drafter, where one does."""
 FREE_TRAIN_FIELDS = frozenset(
     {"steps", "save_every_steps", "keep_checkpoints", "log_every_steps", "micro_batch_sequences"}
     | {"activation_checkpointing", "compile"}
@@ -39,7 +41,7 @@ class Progress:
     sequences_seen: int = 0
     tokens_seen: int = 0
     simulated_acceptance: float = 1.0
-    """Of the chain, as last read."""
+    """Of the chain that would be served, as last read."""
     init_from: Origin | None = None
 
     def step(self, sequences_per_step: int) -> int:

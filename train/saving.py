@@ -16,9 +16,11 @@ from recipes.manifest import CheckpointManifest, ShardManifest, provenance, read
 from recipes.schema import Recipe
 from serve.drafter_config import expected_tensors
 from train.checkpoint import point_latest_at, prune, publish, published_steps, settle
+from train.pairwise_companion import Companion
 from train.ranks import Ranks
 from train.reshard import take_over_state
 from train.resume import (
+    HEAD_STATE_NAME,
     STATE_MANIFEST_NAME,
     Progress,
     RunFolders,
@@ -44,6 +46,8 @@ class Saver:
     ranks: Ranks
     drafting_step: int | None
     """Of a checkpoint that engines may be drafting with, which is not removed; None: of none."""
+    companion: Companion | None = None
+    """The pairwise head that learns beside the drafter, and comes with its checkpoints."""
 
     def go_on(self, engine: deepspeed.DeepSpeedEngine, beginning: Progress) -> Progress:
         """Loads the newest pair into `engine`; where there is none, this is the beginning.
@@ -63,6 +67,8 @@ class Saver:
         else:
             take_over_state(engine, folder, state.world_size, self.ranks)
             self._say_taken_over(folder, state.world_size)
+        if self.companion is not None:
+            self.companion.load(folder / HEAD_STATE_NAME)
         return state.progress
 
     def _say_taken_over(self, folder: Path, num_writers: int) -> None:
@@ -98,7 +104,9 @@ class Saver:
 
     def _check_room(self) -> None:
         num_parameters = sum(math.prod(shape) for shape in expected_tensors(self.config).values())
-        needed, free = num_parameters * PAIR_BYTES, shutil.disk_usage(self.folders.states).free
+        head_bytes = 0 if self.companion is None else self.companion.pair_bytes
+        needed = num_parameters * PAIR_BYTES + head_bytes
+        free = shutil.disk_usage(self.folders.states).free
         if free < needed:
             raise MachineError(
                 f"{self.folders.output_dir}: a checkpoint and its state take {needed / 2**30:.2f} GiB,"
@@ -107,11 +115,15 @@ class Saver:
 
     def _complete_pair(self, step: int, progress: Progress, weights: Mapping[str, Any]) -> None:
         unfinished = self.folders.unfinished_state(step)
-        state = self._describe(progress)
+        state, head = self._describe(progress), None
+        if self.companion is not None:
+            self.companion.save(unfinished / HEAD_STATE_NAME)
+            head = self.companion.make_tables()
         write_json(unfinished / STATE_MANIFEST_NAME, state)
         settle(unfinished, self.folders.state(step))
         common = state.model_dump(include=set(CheckpointManifest.model_fields))
-        publish(self.folders.checkpoints, weights, self.config, CheckpointManifest.model_validate(common))
+        manifest = CheckpointManifest.model_validate(common)
+        publish(self.folders.checkpoints, weights, self.config, manifest, head)
         self._keep_only(step)
 
     def _keep_only(self, step: int | None) -> None:

@@ -8,7 +8,7 @@ step is split changes nothing.  No clocks, files or curves here.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NoReturn
 
@@ -28,6 +28,7 @@ from train.objective import (
     lacks_final_states,
     simulated_acceptance,
 )
+from train.pairwise_companion import Companion, KeptBlocks, Taught, keep_blocks
 from train.ranks import Ranks
 from train.target_parts import TargetParts
 from train.zero import TORCH_DTYPES, take_step
@@ -46,6 +47,8 @@ class Totals:
     """Blocks that accept at least 0, 1, ... drafts."""
     gradient_norm: float | None
     """Of the last step, before clipping."""
+    taught: Taught | None = None
+    """Of the pairwise head that learns beside the drafter."""
 
     @property
     def loss(self) -> float:
@@ -66,6 +69,7 @@ class Totals:
             self.num_tokens + later.num_tokens,
             self.blocks_by_depth_K + later.blocks_by_depth_K,
             later.gradient_norm,
+            None if self.taught is None or later.taught is None else self.taught.then(later.taught),
         )
 
 
@@ -75,6 +79,8 @@ class Scored:
 
     loss_sum: torch.Tensor
     blocks_by_depth_K: torch.Tensor
+    kept: KeptBlocks | None
+    """For the pairwise head."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,8 @@ class Learner:
     parts: TargetParts
     train: Train
     ranks: Ranks
+    companion: Companion | None = None
+    """The pairwise head that learns beside the drafter."""
 
     @property
     def objective(self) -> Objective:
@@ -92,27 +100,50 @@ class Learner:
 
     def rehearse(self, batch: Batch) -> None:
         """Forward and backward of `batch` with its loss counted for nothing: all the memory, no gradient."""
-        self.engine.backward(self._score(batch).loss_sum * 0.0)
+        chosen_A = None if self.companion is None else self.companion.choose_first(batch)
+        scored = self._score(batch, chosen_A)
+        self.engine.backward(scored.loss_sum * 0.0)
+        share = self.train.sequences_per_step // self.ranks.world_size
+        self._teach([scored] * (share // self.train.micro_batch_sequences))
 
-    def learn(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> Totals:
-        """One optimizer step.
+    def learn(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        learning_rate: float,
+        head_learning_rate: float | None = None,
+    ) -> Totals:
+        """One optimizer step, of the pairwise head too where there is one, at a rate of its own.
 
         A loss that is not finite raises MachineError or UserError that names the sequences; the weights are
         then still those of the step before.
         """
+        assert (head_learning_rate is None) == (self.companion is None), head_learning_rate
         weight_sum = float(self.ranks.sum(self._weight_of(micro_batches)))
-        scored = [self._backward(micro.batch, self.ranks.world_size / weight_sum) for micro in micro_batches]
+        share = self.ranks.world_size / weight_sum
+        scored = [self._backward(micro.batch, share, self._choose(micro)) for micro in micro_batches]
         sums = self._add_up(micro_batches, scored)
         if not math.isfinite(sums[0]):
             self._stop_naming(micro_batches, scored)
+        taught = self._teach(scored)
         norm = take_step(self.engine, learning_rate)
         if norm is not None and not math.isfinite(norm):
             raise MachineError(
                 f"the gradient's norm is {norm} though the loss is finite: go on from the last checkpoint"
             )
-        return Totals(float(sums[0]), weight_sum, int(sums[1]), sums[2:], norm)
+        if self.companion is not None and head_learning_rate is not None:
+            self.companion.take_step(head_learning_rate)
+        return Totals(float(sums[0]), weight_sum, int(sums[1]), sums[2:], norm, taught)
 
-    def _score(self, batch: Batch) -> Scored:
+    def _choose(self, micro: MicroBatch) -> torch.Tensor | None:
+        return None if self.companion is None else self.companion.choose(micro)
+
+    def _teach(self, scored: Sequence[Scored]) -> Taught | None:
+        """The pairwise head's gradient is there then; it takes its step when the drafter has."""
+        kept = [part.kept for part in scored if part.kept is not None]
+        return None if self.companion is None else self.companion.find_gradient(kept)
+
+    def _score(self, batch: Batch, chosen_A: torch.Tensor | None = None) -> Scored:
+        """chosen_A: numbers of the blocks that the pairwise head learns from."""
         batch = batch.to(self.ranks.device, TORCH_DTYPES[self.train.precision])
         labels_AK, supervised_AK = batch.labels_AK, batch.supervised_AK
         # before the drafter is under way, since it waits for the device
@@ -127,7 +158,8 @@ class Learner:
         drafted = self.objective.loss(hidden_QD[rows.places_R], self.parts.head_VD, rows)
         tokens_Q = labels_AK.new_zeros(labels_AK.numel()).index_copy_(0, rows.places_R, drafted.tokens_R)
         accepted_A = accepted_per_block(tokens_Q.view_as(labels_AK), labels_AK, supervised_AK)
-        return Scored(drafted.loss_sum, blocks_by_depth(accepted_A, labels_AK.shape[1]))
+        kept = None if chosen_A is None else keep_blocks(batch, hidden_QD, chosen_A)
+        return Scored(drafted.loss_sum, blocks_by_depth(accepted_A, labels_AK.shape[1]), kept)
 
     def _final_states_of(self, batch: Batch) -> torch.Tensor | None:
         """None where the objective has no use for them.  UserError where there are none."""
@@ -137,11 +169,11 @@ class Learner:
             raise lacks_final_states(self.train.objective)
         return batch.final_QD
 
-    def _backward(self, batch: Batch, share: float) -> Scored:
-        scored = self._score(batch)
+    def _backward(self, batch: Batch, share: float, chosen_A: torch.Tensor | None = None) -> Scored:
+        scored = self._score(batch, chosen_A)
         # DeepSpeed takes the mean over ranks, so `share` holds their number
         self.engine.backward(scored.loss_sum * share)
-        return Scored(scored.loss_sum.detach(), scored.blocks_by_depth_K)
+        return replace(scored, loss_sum=scored.loss_sum.detach())
 
     def _weight_of(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         weights = [self.objective.normaliser(micro.batch.supervised_AK) for micro in micro_batches]

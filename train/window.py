@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator
 from functools import reduce
 
 from train.feed import Coverage, MicroBatch
+from train.pairwise_companion import Taught
 from train.ranks import Ranks
-from train.reporting import Reading
+from train.reporting import CompanionReading, Reading
 from train.step import Totals
 
 
@@ -58,6 +59,11 @@ class Window:
             step_seconds=self.seconds / self.steps,
             wait_seconds=self.wait_seconds / self.steps,
             tokens_per_second=totals.num_tokens / self.seconds,
+            head=None if totals.taught is None else _read_companion(totals.taught),
         )
         self._clear()
         return reading
+
+
+def _read_companion(taught: Taught) -> CompanionReading:
+    return CompanionReading(taught.loss, taught.acceptance, taught.gradient_norm)
