@@ -45,7 +45,7 @@ class StepTaps:
 
     request_ids: Sequence[str]
     """[R], the engine's internal ids."""
-    starts: np.ndarray
+    starts: torch.Tensor
     """[R + 1]: rows starts[r] .. starts[r + 1] - 1 belong to request r."""
     prompt_lengths: np.ndarray
     """[R]"""

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from packaging.version import Version
 
@@ -19,6 +19,7 @@ from recipes.load import resolve_model
 from recipes.schema import Serve, Target
 from serve.checkpoint import read_drafter_config
 from serve.drafter_config import PAIRWISE_NAME, parse_config
+from serve.step_costs import read_costs
 
 # What a launcher (deepspeed, torchrun, mpirun) tells its ranks; an engine that reads it joins their group.
 _RANK_VARIABLES = frozenset(
@@ -38,6 +39,10 @@ DEFAULT_BUDGET = 15
 most of what larger trees accept (LOG.md, "draft trees on a GPU")."""
 CHAIN = "chain"
 """What a command line calls the budget None."""
+AUTO = "auto"
+"""What a command line calls trees of which each step verifies as much as is worth its cost."""
+AUTO_NODES = 31
+"""That such a step may verify of a tree."""
 CHAIN_REQUEST = {"draftsmith_chain": True}
 """SamplingParams.extra_args of a request that wants a chain from an engine that drafts trees."""
 SECTION = "draftsmith"
@@ -116,12 +121,14 @@ def engine_arguments(
     budget: int | None,
     swappable: Mapping[str, Any] | None = None,
     *,
+    adapts: bool = False,
     sleeps: bool = False,
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's EngineArgs (and of LLM).
 
     `budget` None drafts the stock DFlash chain with the checkpoint, or what its pairwise head prefers;
-    PLAIN_BUDGET decodes without a drafter, any other number drafts trees of so many nodes.  `swappable`:
+    PLAIN_BUDGET decodes without a drafter, any other number drafts trees of so many nodes, of which a step
+    verifies as much as is worth its cost where the engine `adapts`.  `swappable`:
     options of `serve.served.Served`, where other checkpoints may take the drafter's place while the engine
     runs.  `sleeps`: on CUDA the engine may leave the GPU to others for a while; a CPU's has no such mode, and
     is as without.
@@ -133,6 +140,9 @@ def engine_arguments(
     if ckpt is None or budget == PLAIN_BUDGET:
         return arguments
     speculative, options = _drafting(ckpt, budget)
+    if adapts:
+        options["tree"]["costs"] = _step_costs(serve)
+        arguments["cudagraph_metrics"] = True  # rows of each step, on /metrics
     if target.load_format == "dummy":  # the target's weights alone are made up
         speculative |= {"draft_load_config": {"load_format": "auto"}}
     arguments["speculative_config"] = speculative
@@ -152,23 +162,32 @@ def make_stock(arguments: dict[str, Any], environment: dict[str, str]) -> None:
     environment["VLLM_PLUGINS"] = ""  # vLLM loads the plugins named here: none
 
 
-def read_budget(text: str | None) -> int | None:
-    """A budget as users write it: a number of nodes, "chain", or None for the default.
+class Budget(NamedTuple):
+    """As `engine_arguments` takes it."""
+
+    nodes: int | None
+    adapts: bool = False
+
+
+def read_budget(text: str | None) -> Budget:
+    """A budget as users write it: a number of nodes, "chain", "auto", or None for the default.
 
     Raises UserError for anything else.
     """
     if text is None:
-        return DEFAULT_BUDGET
+        return Budget(DEFAULT_BUDGET)
     if text == CHAIN:
-        return None
+        return Budget(None)
+    if text == AUTO:
+        return Budget(AUTO_NODES, adapts=True)
     try:
         budget = int(text)
     except ValueError:
         raise UserError(
-            f"--budget {text}: expected a number of nodes, 0 to {MOST_NODES}, or {CHAIN}"
+            f"--budget {text}: expected a number of nodes, 0 to {MOST_NODES}, {CHAIN} or {AUTO}"
         ) from None
     check_budget(budget)
-    return budget
+    return Budget(budget)
 
 
 def check_budget(budget: int | None) -> None:
@@ -212,6 +231,22 @@ def _device_arguments(serve: Serve) -> dict[str, Any]:
 
 def _cache_arguments(gib: float) -> dict[str, Any]:
     return {"kv_cache_memory_bytes": int(gib * 2**30)}
+
+
+def _step_costs(serve: Serve) -> dict[str, Any]:
+    """What the plugin is told: costs that are known, and where measured ones are to be kept.
+
+    Read here, once, since an engine's ranks have to know the same.  Raises UserError for another file, and
+    where nothing is known and nothing can be measured.
+    """
+    path = serve.step_costs
+    known = None if path is None or not path.exists() else read_costs(path)
+    if known is None and (serve.enforce_eager or not is_cuda()):
+        raise UserError(
+            "--budget auto needs to know what steps cost, and only CUDA graphs are measured: name a file of"
+            " costs in serve.step_costs, or give a number of nodes"
+        )
+    return {"known": known, "keep_at": None if path is None else str(path.resolve())}
 
 
 def _drafting(ckpt: Path, budget: int | None) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -36,6 +36,7 @@ class Request:
     target: str | None
     settings: Path | None
     budget: int | None
+    adapts: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Plan:
     """How it came to be that."""
     drafter: DrafterSummary | None
     budget: int | None
+    adapts: bool
     fingerprint: str | None
     """Of the target; None where the checkpoint does not say for which it was made."""
 
@@ -65,7 +67,9 @@ def make_plan(request: Request) -> Plan:
         _check_identity(ckpt, manifest, settings.target)
     drafter = _check_drafter(ckpt, settings.target) if ckpt else None
     fingerprint = manifest.target.fingerprint if manifest else None
-    return Plan(settings.target, settings.serve, ckpt, adopted, drafter, request.budget, fingerprint)
+    return Plan(
+        settings.target, settings.serve, ckpt, adopted, drafter, request.budget, request.adapts, fingerprint
+    )
 
 
 def _find_checkpoint(ckpt: Path) -> Path:

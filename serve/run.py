@@ -1,6 +1,6 @@
 """The evaluation server: vLLM's OpenAI API for a target, drafted for by a checkpoint.
 
-    python serve/run.py --ckpt CKPT [--recipe R | --target MODEL] [--budget N|chain] [--stock] [--check]
+    python serve/run.py --ckpt CKPT [--recipe R | --target MODEL] [--budget N|chain|auto] [--stock] [--check]
 
 Only reads aloud; vllm is imported once the environment is right.
 """
@@ -18,6 +18,7 @@ from serve.engine import (
     CHAIN,
     PLAIN_BUDGET,
     SECTION,
+    Budget,
     child_environment,
     engine_arguments,
     make_stock,
@@ -39,7 +40,10 @@ def main(  # noqa: PLR0913, PLR0917 - one per option
     target: Annotated[str | None, typer.Option(help="The target: a folder or a hub name.")] = None,
     budget: Annotated[
         str | None,
-        typer.Option(help="Nodes of a draft tree (default: 15); 0: plain decoding; chain: vLLM's own chain."),
+        typer.Option(
+            help="Nodes of a draft tree (default: 15); 0: plain decoding; chain: vLLM's own chain;"
+            " auto: in each step as many as are worth their cost."
+        ),
     ] = None,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on.")] = 8000,
@@ -61,12 +65,15 @@ def main(  # noqa: PLR0913, PLR0917 - one per option
         require_free_port(host, port)
     if stock and admin:
         raise UserError("--stock leaves out what --admin needs: give one of them")
-    plan = make_plan(Request(ckpt, recipe, target, settings, _read_budget(budget, stock)))
+    nodes, adapts = _read_budget(budget, stock)
+    plan = make_plan(Request(ckpt, recipe, target, settings, nodes, adapts))
     if check:
         show_verdict(plan)
         return
     swappable = _swappable(plan) if admin else None
-    arguments = engine_arguments(plan.target, plan.serve, plan.ckpt, plan.budget, swappable, sleeps=admin)
+    arguments = engine_arguments(
+        plan.target, plan.serve, plan.ckpt, plan.budget, swappable, adapts=adapts, sleeps=admin
+    )
     environment = child_environment()
     if stock:
         make_stock(arguments, environment)
@@ -95,7 +102,7 @@ def _add_capture(arguments: Mapping[str, Any], plan: Plan) -> None:
     arguments["additional_config"][SECTION] |= capture_options(plan.drafter.target_layer_ids)[SECTION]
 
 
-def _read_budget(text: str | None, stock: bool) -> int | None:
+def _read_budget(text: str | None, stock: bool) -> Budget:
     if stock and text not in {None, str(PLAIN_BUDGET), CHAIN}:
         raise UserError("--stock has no trees: give --budget or --stock")
     return read_budget(CHAIN if stock and text is None else text)

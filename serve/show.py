@@ -47,7 +47,10 @@ def _drafting_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     rank = plan.drafter.pairwise_rank
     if rank is not None:
         yield "pairwise", f"a head of rank {rank}: tokens are scored after their parents"
-    yield "budget", _describe_budget(plan.budget, plan.drafter.block_size - 1)
+    yield "budget", _describe_budget(plan.budget, plan.drafter.block_size - 1) + _ADAPTS * plan.adapts
+
+
+_ADAPTS = "; each step verifies as much of them as is worth its cost"
 
 
 def _describe_budget(budget: int | None, num_slots: int) -> str:

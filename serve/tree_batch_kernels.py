@@ -200,7 +200,7 @@ class StepBuffers:
     first_row_P: torch.Tensor
     """Of the committed token; the nodes' rows follow.  int64"""
     num_rows_P: torch.Tensor
-    """1 + drafts; 0 for a request without drafts and for one that is absent.  int32"""
+    """1 + drafts; 0 for a request that is no tree and for one that is absent.  int32"""
     context_lens_P: torch.Tensor
     """Tokens before the rows in flight.  int32, as FlashAttention's seqused_k"""
     words_T: torch.Tensor
@@ -244,6 +244,7 @@ def lay_out_step(
     seq_lens_B: torch.Tensor,
     positions: torch.Tensor,
     step: StepBuffers,
+    num_trees: int = 0,
 ) -> None:
     """Fills the step's buffers, all of them, from the trees that wait in its requests' slots; one launch.
 
@@ -251,6 +252,8 @@ def lay_out_step(
     row of each request, then the end of the last (vLLM's query_start_loc, which may go on); rows from there
     on are nobody's.  A request with drafts has 1 + drafts rows, its committed token's first; any other's last
     row is its committed token's.  seq_lens_B: with the rows in flight.  positions: [T] or [3, T], linear.
+    num_trees: so many of the first requests are trees, also those whose every draft was left out, which have
+    one row.
     """
     batch, (buffered, num_rows) = len(slots_B), step.words_PR.shape
     assert batch <= buffered, f"{batch} requests in buffers for {buffered}"
@@ -285,6 +288,7 @@ def lay_out_step(
         batch,
         positions.shape[-1],
         num_rows - 1,
+        num_trees,
         axes.stride(0),
         axes_out.stride(0),
         AXES=len(axes),
@@ -300,6 +304,7 @@ def lay_out_step_slowly(
     seq_lens_B: torch.Tensor,
     positions: torch.Tensor,
     step: StepBuffers,
+    num_trees: int = 0,
 ) -> None:
     """The twin of `lay_out_step`, in torch and on any device."""
     batch, num_rows = len(slots_B), step.words_PR.shape[1]
@@ -314,13 +319,14 @@ def lay_out_step_slowly(
     chain_R = pack_sees(see_ancestors(numbers_N[None] - 1, num_rows))[0]
     trees = Topology(parents_BN, depths_BN, num_nodes_B)
     first_row_B = starts_B1[1:] - 1 - num_drafts_B
+    is_tree_B = (num_drafts_B > 0) | (torch.arange(batch, device=positions.device) < num_trees)
     filled = [
         (step.trees.parents_BN, parents_BN, ROOT),
         (step.trees.depths_BN, depths_BN, 0),
         (step.trees.num_nodes_B, num_nodes_B, 0),
         (step.words_PR, words_BR, chain_R),
         (step.first_row_P, first_row_B, 0),
-        (step.num_rows_P, (1 + num_drafts_B).where(num_drafts_B > 0, 0), 0),
+        (step.num_rows_P, (1 + num_drafts_B).where(is_tree_B, 0), 0),
         (step.context_lens_P, seq_lens_B[:batch] - starts_B1.diff(), 0),
     ]
     for buffer, of_requests, of_absent in filled:
@@ -523,7 +529,9 @@ def _commit_kernel(
 
 
 # These come in all values, so none is to be compiled for.
-@triton.jit(do_not_specialize=["num_requests", "num_positions", "axis_stride", "moved_axis_stride"])
+@triton.jit(
+    do_not_specialize=["num_requests", "num_positions", "num_trees", "axis_stride", "moved_axis_stride"]
+)
 def _lay_out_kernel(
     planted_parents: tl.tensor,
     planted_depths: tl.tensor,
@@ -545,6 +553,7 @@ def _lay_out_kernel(
     num_requests: int,
     num_positions: int,
     most_nodes: int,
+    num_trees: int,
     axis_stride: int,
     moved_axis_stride: int,
     AXES: tl.constexpr,
@@ -582,7 +591,8 @@ def _lay_out_kernel(
         tl.store(node_counts + request, num_nodes)
         tl.store(request_words + request * (most_nodes + 1) + row, word, mask=row <= most_nodes)
         tl.store(first_rows + request, first)
-        tl.store(row_counts + request, tl.where(num_drafts > 0, num_drafts + 1, 0))
+        is_tree = is_request & ((num_drafts > 0) | (request < num_trees))
+        tl.store(row_counts + request, tl.where(is_tree, num_drafts + 1, 0))
         length = tl.load(seq_lens + request, mask=is_request, other=0)
         tl.store(context_lens + request, (length - (end - start)).to(tl.int32))
 

@@ -10,6 +10,7 @@ pytest.importorskip("vllm")
 if not torch.cuda.is_available():
     import vllm.v1.worker.cpu_worker  # noqa: F401  (its patches come before the rest)
 
+from vllm.compilation.cuda_graph import CUDAGraphStat
 from vllm.v1.engine import async_llm
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
@@ -17,7 +18,14 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from serve.seam import metrics
 from serve.seam.metrics import TreeStatLogger, install_metrics, num_delivered
 
-CONFIG = SimpleNamespace(model_config=SimpleNamespace(served_model_name="target"))
+
+def config_of(**tree: object) -> SimpleNamespace:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(served_model_name="target"),
+        additional_config={"draftsmith": {"tree": {"num_slots": 7} | tree}},
+    )
+
+
 LABELS = {"model_name": "target", "engine": "0"}
 
 
@@ -44,7 +52,7 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 def logger(registry) -> TreeStatLogger:
-    return TreeStatLogger(CONFIG, registry=registry)
+    return TreeStatLogger(config_of(), registry=registry)
 
 
 def test_nodes_and_depths_are_counted(logger, registry):
@@ -73,6 +81,18 @@ def test_tokens_after_the_end_of_an_answer_are_not_delivered(logger, registry):
 )
 def test_the_targets_own_tokens_are_not_drafts(stats, count):
     assert num_delivered(stats) == count
+
+
+def test_where_each_step_chooses_its_rows_are_counted_and_no_nodes(registry):
+    logger = TreeStatLogger(config_of(costs={"known": None, "keep_at": None}), registry=registry)
+    for rows in (9, 40):
+        stats = verified((15, 2))
+        stats.cudagraph_stats = CUDAGraphStat(rows, 64, 64 - rows, "FULL")
+        logger.record(stats, None)
+    assert registry.get_sample_value("draftsmith:step_rows_sum", LABELS) == 49
+    assert registry.get_sample_value("draftsmith:step_rows_count", LABELS) == 2
+    assert registry.get_sample_value("draftsmith:verified_nodes_total", LABELS) is None
+    assert registry.get_sample_value("draftsmith:accepted_depth_sum", LABELS) == 4
 
 
 def test_steps_without_drafts_and_without_statistics_count_nothing(logger, registry):

@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import vllm
@@ -38,6 +39,8 @@ from tests.drafters import EMBEDDED_TARGET, tiny_recipe, write_random_drafter
 if not torch.cuda.is_available():
     importlib.import_module("vllm.v1.worker.cpu_worker")  # its patches come before the runner
 
+from serve.seam.budgets import StepCosts, install_budgets
+from serve.seam.cuda_runtime import is_alike
 from serve.seam.processor import _mend_context_keys
 from serve.seam.selector_speculator import SelectorSpeculator
 from serve.seam.speculator import TreeSpeculator
@@ -73,6 +76,9 @@ def test_what_trees_ask_for_is_read():
     assert read_options({"draftsmith": {"tree": {"num_slots": 7}}}) == SeamOptions(num_slots=7)
     chains = {"draftsmith": {"tree": {"num_slots": 7, "chains": True}}}
     assert read_options(chains) == SeamOptions(num_slots=7, chains=True)
+    costs = {"known": None, "keep_at": None}
+    adapting = {"draftsmith": {"tree": {"num_slots": 7, "costs": costs}}}
+    assert read_options(adapting) == SeamOptions(num_slots=7, costs=costs)
 
 
 def test_an_unknown_option_is_refused():
@@ -180,7 +186,7 @@ def tree_config(**changes: object) -> SimpleNamespace:
     [
         ("speculative_config.method", "eagle3", "dflash drafter, found eagle3"),
         ("speculative_config.draft_sample_method", "probabilistic", "draft_sample_method greedy"),
-        ("speculative_config.enable_adaptive_verification", True, "adaptive verification"),
+        ("speculative_config.enable_adaptive_verification", True, "leave out enable_adaptive_verification"),
         ("device_config.device_type", "xpu", "CPU or CUDA, not on xpu"),
         ("model_config.get_sliding_window", lambda: 128, "sliding windows"),
         ("model_config.logits_processors", ["mine"], "logits processors"),
@@ -195,6 +201,29 @@ def test_what_trees_cannot_do_is_refused_by_name(setting, value, said):
     check_tree_config(tree_config())
     with pytest.raises(SeamError, match=said):
         check_tree_config(tree_config(**{setting: value}))
+
+
+def test_a_cpu_has_no_costs_of_its_own():
+    with pytest.raises(SeamError, match=r"a CPU's steps are not measured, name a file in serve.step_costs"):
+        install_budgets("cpu", StepCosts.parse({"known": None, "keep_at": None}))
+
+
+@pytest.mark.parametrize(
+    ("rows", "drafts", "is_eligible", "found"),
+    [
+        ([1, 1], None, True, True),
+        ([16, 4, 1], [15, 3, 0], True, True),
+        ([16, 40], [15, 0], True, False),  # a prompt's part
+        ([1, 1], None, False, False),  # a prompt's first token
+    ],
+)
+def test_a_step_that_a_graph_may_take_has_one_row_of_each_requests_own(rows, drafts, is_eligible, found):
+    batch = SimpleNamespace(
+        num_scheduled_tokens=np.array(rows),
+        num_draft_tokens_per_req=None if drafts is None else np.array(drafts),
+        decode_graph_eligible=is_eligible,
+    )
+    assert is_alike(batch) is found
 
 
 def test_the_drafters_architecture_chooses_the_speculator():

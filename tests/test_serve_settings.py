@@ -14,10 +14,12 @@ from drafters import EMBEDDED_TARGET, REPOSITORY, TINY_RECIPE, tiny_recipe, writ
 
 from recipes.errors import MISTAKE, UserError
 from recipes.manifest import CheckpointManifest, identify_target, provenance, write_json
+from serve import engine
 from serve.drafter_config import PAIRWISE_NAME
 from serve.engine import SECTION, child_environment, engine_arguments, is_cuda, make_stock, read_budget
 from serve.plan import Request, make_plan
 from serve.ports import find_free_port, require_free_port
+from serve.step_costs import keep_costs, read_costs
 
 RUN = REPOSITORY / "serve" / "run.py"
 on_cpu = pytest.mark.skipif(is_cuda(), reason="the CPU build's settings")
@@ -162,9 +164,57 @@ def test_a_budget_out_of_range_is_refused_by_name(published, budget):
         make_plan(request(ckpt=published, recipe=TINY_RECIPE, budget=budget))
 
 
-@pytest.mark.parametrize(("text", "budget"), [(None, 15), ("chain", None), ("0", 0), ("63", 63)])
-def test_a_budget_is_read_as_users_write_it(text, budget):
-    assert read_budget(text) == budget
+@pytest.mark.parametrize(("text", "nodes"), [(None, 15), ("chain", None), ("0", 0), ("63", 63)])
+def test_a_budget_is_read_as_users_write_it(text, nodes):
+    assert read_budget(text) == (nodes, False)
+
+
+def test_an_automatic_budget_is_trees_that_adapt(published, tmp_path):
+    nodes, adapts = read_budget("auto")
+    costs = {"draft": [[4, 0.5]], "verify": [[8, 1.0], [64, 3.0]]}
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    serve = tiny_recipe().serve.model_copy(update={"step_costs": tmp_path / "costs.json"})
+    arguments = engine_arguments(tiny_recipe().target, serve, published, nodes, adapts=adapts)
+    assert arguments["speculative_config"]["num_speculative_tokens"] == nodes == 31
+    told = arguments["additional_config"][SECTION]["tree"]["costs"]
+    assert told["known"] == {"draft": [(4, 0.5)], "verify": [(8, 1.0), (64, 3.0)]}
+    assert arguments["cudagraph_metrics"]  # rows of each step on /metrics
+
+
+def test_where_nothing_can_be_measured_costs_are_asked_for(published):
+    recipe = tiny_recipe()
+    with pytest.raises(UserError, match=r"--budget auto .*name a file of costs in serve.step_costs"):
+        engine_arguments(recipe.target, recipe.serve, published, 31, adapts=True)
+
+
+def test_costs_that_are_not_there_yet_are_measured_and_kept(published, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "is_cuda", lambda: True)
+    costs, eager = tmp_path / "new" / "costs.json", {"enforce_eager": False}
+    serve = tiny_recipe().serve.model_copy(update={"step_costs": costs, **eager})
+    arguments = engine_arguments(tiny_recipe().target, serve, published, 31, adapts=True)
+    told = arguments["additional_config"][SECTION]["tree"]["costs"]
+    assert told == {"known": None, "keep_at": str(tmp_path / "new" / "costs.json")}
+    keep_costs({"draft": [(1, 0.5)], "verify": [(1, 2.5)]}, Path(told["keep_at"]))
+    assert read_costs(Path(told["keep_at"])) == {"draft": [(1, 0.5)], "verify": [(1, 2.5)]}
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["costs.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "holds no step costs"),
+        ('{"draft": [[1, 1]]}', "holds no step costs"),
+        ('{"draft": [[1, 1]], "verify": []}', "verify needs ascending sizes"),
+        ('{"draft": [[1, 1]], "verify": [[8, 1], [4, 2]]}', "verify needs ascending sizes"),
+        ('{"draft": [[1, 1]], "verify": [[8, 0]]}', "milliseconds above 0"),
+    ],
+)
+def test_a_file_of_other_things_than_costs_is_refused_by_name(text, said, published, tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    serve = tiny_recipe().serve.model_copy(update={"step_costs": path})
+    with pytest.raises(UserError, match=f"costs.json.*{said}"):
+        engine_arguments(tiny_recipe().target, serve, published, 31, adapts=True)
 
 
 @pytest.mark.parametrize("text", ["64", "-1", "many", "7.5", ""])

@@ -251,7 +251,7 @@ def chain_words(count: int) -> torch.Tensor:
     return pack_sees(torch.ones(1, count, count, dtype=torch.bool).tril())[0]
 
 
-def lay_out_in_loops(step: Step) -> StepBuffers:
+def lay_out_in_loops(step: Step, num_trees: int = 0) -> StepBuffers:
     """What `lay_out_step` promises, request by request and row by row; on a CPU."""
     buffers = allocate_step(step.buffered, step.num_rows - 1, step.positions.cpu())
     buffers.words_PR[:] = chain_words(step.num_rows)
@@ -263,7 +263,7 @@ def lay_out_in_loops(step: Step) -> StepBuffers:
         start, end = starts[request], starts[request + 1]
         first = end - 1 - drafts
         buffers.first_row_P[request] = first
-        buffers.num_rows_P[request] = 1 + drafts if drafts else 0
+        buffers.num_rows_P[request] = 1 + drafts if drafts or request < num_trees else 0
         buffers.context_lens_P[request] = step.seq_lens_B[request] - (end - start)
         if drafts:
             words = [1, *(1 | 1 << row for row in range(1, step.num_rows))]
@@ -283,15 +283,8 @@ def lay_out_in_loops(step: Step) -> StepBuffers:
     return buffers
 
 
-@pytest.mark.parametrize("way", [lay_out_step, lay_out_step_slowly], ids=["triton", "torch"])
-@pytest.mark.parametrize("axes", [(), (3,)], ids=["linear", "mrope"])
-@pytest.mark.parametrize("seed", STEPS)
-def test_a_step_is_laid_out_as_loops_do_it(seed, axes, way):
-    step = draw_step(seed, axes)
-    given, buffers = step.positions.clone(), step.empty()
-    way(*step.inputs, buffers)
-    expected = lay_out_in_loops(step)
-    found = StepBuffers(
+def to_host(buffers: StepBuffers) -> StepBuffers:
+    return StepBuffers(
         **{
             name: Topology(*(each.cpu() for each in vars(part).values()))
             if isinstance(part, Topology)
@@ -299,8 +292,28 @@ def test_a_step_is_laid_out_as_loops_do_it(seed, axes, way):
             for name, part in vars(buffers).items()
         }
     )
-    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("way", [lay_out_step, lay_out_step_slowly], ids=["triton", "torch"])
+@pytest.mark.parametrize("axes", [(), (3,)], ids=["linear", "mrope"])
+@pytest.mark.parametrize("seed", STEPS)
+def test_a_step_is_laid_out_as_loops_do_it(seed, axes, way):
+    step = draw_step(seed, axes)
+    given, buffers = step.positions.clone(), step.empty()
+    way(*step.inputs, buffers)
+    assert_same(to_host(buffers), lay_out_in_loops(step))
     assert torch.equal(step.positions, given)  # the runner still needs the linear ones
+
+
+@pytest.mark.parametrize("way", [lay_out_step, lay_out_step_slowly], ids=["triton", "torch"])
+@pytest.mark.parametrize("seed", STEPS)
+def test_a_tree_whose_drafts_are_all_left_out_has_one_row(seed, way):
+    step = draw_step(seed)
+    num_trees, buffers = (len(step.slots_B) + 1) // 2, step.empty()
+    way(*step.inputs, buffers, num_trees)
+    expected = lay_out_in_loops(step, num_trees)
+    assert_same(to_host(buffers), expected)
+    assert (expected.num_rows_P[:num_trees] > 0).all()
 
 
 def test_a_step_that_is_shorter_than_the_buffers_leaves_the_rest_alone():

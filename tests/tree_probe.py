@@ -72,6 +72,7 @@ def run_engine(spec: Spec) -> dict[str, Told]:
         Serve(**settings | spec.serve),
         Path(spec.ckpt),
         spec.budget,
+        adapts=spec.adapts,
     )
     arguments |= {"skip_tokenizer_init": True, "gpu_memory_utilization": 0.1}
     engine = LLM(**arguments | spec.engine)

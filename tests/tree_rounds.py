@@ -48,10 +48,12 @@ class Spec:
     ckpt: str
     budget: int | None
     rounds: dict[str, Round]
-    serve: dict[str, int] = field(default_factory=dict)
+    serve: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
     """Arguments that a recipe does not have."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    adapts: bool = False
+    """Each step verifies as much of its trees as serve.step_costs makes worth it."""
     has_gpu_runtime: bool = False
     """On a CPU: what a GPU runs, its kernels interpreted (gpu_runtime_on_cpu.py)."""
 
@@ -103,3 +105,5 @@ class Told:
     """Of prompts, found in the prefix cache."""
     num_mixed_steps: int = 0
     """In which some rows were drafts and others a prompt's."""
+    chosen: list[tuple[int, int, int]] = field(default_factory=list)
+    """Of each step with drafts: other rows, drafts that were scheduled, drafts that were verified."""

@@ -85,6 +85,8 @@ class Watch:
             self._batch = batch
             drafts = batch.num_draft_tokens_per_req
             if drafts is not None and drafts.any():
+                scheduled, offered = int(batch.num_scheduled_tokens.sum()), int(drafts.sum())
+                self._told.chosen.append((scheduled - offered, offered, int(batch.num_draft_tokens)))
                 self._told.num_mixed_steps += bool((batch.num_scheduled_tokens - drafts > 1).any())
             begin(batch)
 
@@ -93,8 +95,9 @@ class Watch:
     def _accepting(self, accept: Callable) -> Callable:
         def accepting(walk: Any) -> None:
             counts = walk.num_accepted_B.tolist()
+            drafts = (self._batch.cu_num_logits.diff() - 1).tolist()
             for row, slot in enumerate(self._batch.idx_mapping.tolist()):
-                num_drafts = int(self._batch.num_draft_tokens_per_req[row])
+                num_drafts = drafts[row]
                 if num_drafts:
                     path = walk.path_BL[row, : counts[row]].tolist()
                     length = len(self._so_far(slot))

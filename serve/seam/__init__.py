@@ -6,6 +6,7 @@ vLLM calls `register` in each of its processes (entry point `vllm.general_plugin
     {"draftsmith": {}}                                           on a CPU: what its build lacks (processor.py)
     {"draftsmith": {"capture": {"target_layer_ids": [1, 3]}}}    and capture of tap states (capturing.py)
     {"draftsmith": {"tree": {"num_slots": 7}}}                   and draft trees (trees.py)
+    {"draftsmith": {"tree": {..., "costs": {...}}}}              verified as far as is worth it (budgets.py)
     {"draftsmith": {"swap": {"config": {...}, ...}}}             and other drafters later (swapping.py)
 
 Patched name: `vllm.v1.worker.worker_base.WorkerWrapperBase.init_device`, because device and runner are known
@@ -39,6 +40,8 @@ class SeamOptions:
     """Depth that the drafter works at under trees; None drafts vLLM's own chain."""
     chains: bool = False
     """Every tree is a chain: the one that a pairwise head prefers."""
+    costs: Mapping[str, Any] | None = None
+    """Of steps, as `budgets.StepCosts` reads them; None verifies trees whole."""
     served: Served | None = None
     """What may be swapped; None: nothing."""
 
@@ -57,6 +60,7 @@ def read_options(additional_config: object) -> SeamOptions | None:
         final_states=capture.get("final_states", False),
         num_slots=section["tree"]["num_slots"] if "tree" in section else None,
         chains=section.get("tree", {}).get("chains", False),
+        costs=section.get("tree", {}).get("costs"),
         served=Served(**section["swap"]) if "swap" in section else None,
     )
 
@@ -111,6 +115,8 @@ def _prepare(vllm_config: Any, options: SeamOptions) -> None:
 
         prepare_processor()
     if options.num_slots is not None:
+        from serve.seam.budgets import StepCosts
         from serve.seam.trees import install_trees
 
-        install_trees(vllm_config, options.num_slots, chains=options.chains)
+        costs = None if options.costs is None else StepCosts.parse(options.costs)
+        install_trees(vllm_config, options.num_slots, chains=options.chains, costs=costs)

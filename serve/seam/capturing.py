@@ -145,14 +145,14 @@ class CapturingRunner(_Runner):
             taps.append(self._step.hidden_states)
             if runtime is not None:
                 runtime.tidy_rows_of(batch, self._step.hidden_states)
-        count, starts = batch.num_tokens, batch.query_start_loc_np[: batch.num_reqs + 1].copy()
+        # the device's starts: the host's are untrue where a step chose how many drafts it verifies
+        count, starts = batch.num_tokens, batch.query_start_loc[: batch.num_reqs + 1]
         positions_T = batch.positions[:count]
-        lengths_R = batch.query_start_loc[: batch.num_reqs + 1].diff()
-        slot_T = torch.repeat_interleave(batch.idx_mapping, lengths_R, output_size=count)
+        slot_T = torch.repeat_interleave(batch.idx_mapping, starts.diff(), output_size=count)
         states, release = self._land(torch.cat([tap[:count] for tap in taps], dim=-1))
         return StepTaps(
             request_ids=list(batch.req_ids),
-            starts=starts,
+            starts=_to_host(starts),
             prompt_lengths=self._prompt_lengths(batch.req_ids),
             states=states,
             positions=_to_host(positions_T),

@@ -73,6 +73,33 @@ TREE_SIGNATURES: Mapping[str, Parameters] = {
     ),
     f"{_STATE}.custom_sampler": ("self", "sampler"),
 }
+_BUDGETS = "vllm.v1.worker.gpu.spec_decode.adaptive_verification"
+BUDGET_SIGNATURES: Mapping[str, Parameters] = {
+    "vllm.v1.worker.gpu.model_runner:maybe_create_adaptive_verification_manager": (
+        *("enable_adaptive_verification", "attn_groups", "req_states", "query_start_loc", "num_bonus_tokens"),
+        *("max_total_logits", "vllm_config", "target_layer_names", "additional_attn_cg_support"),
+    ),
+    "vllm.v1.worker.gpu.model_runner:resolve_adaptive_cudagraph_mode": (
+        *("mode", "piecewise_capture_available"),
+    ),
+    f"{_BUDGETS}:AdaptiveVerificationManager.__init__": (
+        *("self", "req_states", "query_start_loc", "num_bonus_tokens", "max_total_logits"),
+    ),
+    f"{_BUDGETS}:AdaptiveVerificationManager.batches_to_profile": ("self", "capture_sizes"),
+    f"{_BUDGETS}:AdaptiveVerificationManager.set_initial_cost_curves": ("self", "samples"),
+    f"{_BUDGETS}:AdaptiveVerificationManager.set_cost_curves": ("self", "draft_curve", "verify_curve"),
+    f"{_BUDGETS}:AdaptiveVerificationManager.get_num_tokens": ("self", "num_tokens_per_req", "draft_tokens"),
+    f"{_BUDGETS}:_assign_draft_token_budget": (
+        *("confidence_probs", "idx_mapping", "capacities", "draft_budget", "num_steps"),
+    ),
+    f"{_SPECULATOR}.observe_verification": ("self", "idx_mapping", "num_sampled", "num_rejected"),
+}
+BUDGET_FIELDS: Mapping[str, Parameters] = {
+    "vllm.v1.worker.gpu.input_batch:InputBatch": (
+        *("cu_num_logits", "num_draft_tokens", "num_draft_tokens_per_req", "num_scheduled_tokens"),
+        *("decode_graph_eligible", "query_start_loc_np"),
+    ),
+}
 _SELECTOR_DRAFTER = "vllm.model_executor.models.qwen3_dflash2"
 SELECTOR_SIGNATURES: Mapping[str, Parameters] = {
     f"{_SELECTOR_DRAFTER}:DFlash2Qwen3ForCausalLM.compute_candidates": ("self", "hidden_states"),
@@ -129,7 +156,8 @@ METRICS_SIGNATURES: Mapping[str, Parameters] = {
     ),
 }
 METRICS_FIELDS: Mapping[str, Parameters] = {
-    "vllm.v1.metrics.stats:SchedulerStats": ("spec_decoding_stats",),
+    "vllm.v1.metrics.stats:SchedulerStats": ("spec_decoding_stats", "cudagraph_stats"),
+    "vllm.compilation.cuda_graph:CUDAGraphStat": ("num_unpadded_tokens",),
     "vllm.v1.spec_decode.metrics:SpecDecodingStats": (
         *("num_drafts", "num_draft_tokens", "num_accepted_tokens_per_pos"),
     ),
@@ -142,7 +170,7 @@ CAPTURE_FIELDS: Mapping[str, Parameters] = {
         "aux_hidden_states",
     ),
     "vllm.v1.worker.gpu.input_batch:InputBatch": (
-        *("req_ids", "num_tokens", "query_start_loc_np", "idx_mapping", "positions"),
+        *("req_ids", "num_tokens", "query_start_loc", "idx_mapping", "positions"),
     ),
     "vllm.v1.core.sched.output:SchedulerOutput": ("finished_req_ids", "preempted_req_ids"),
 }

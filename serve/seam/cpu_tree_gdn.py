@@ -192,7 +192,7 @@ class TreeGdnMetadataBuilder(GDNAttentionMetadataBuilder):
     ) -> Any:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build=fast_build)
         num_reqs = common_attn_metadata.num_reqs
-        bounds = common_attn_metadata.query_start_loc_cpu[: num_reqs + 1]
+        bounds = common_attn_metadata.query_start_loc[: num_reqs + 1].clone()
         metadata.bounds = bounds.tolist()
         metadata.is_fresh = common_attn_metadata.seq_lens[:num_reqs] == bounds.diff()
         metadata.slots = common_attn_metadata.block_table_tensor[:num_reqs, 0].long()

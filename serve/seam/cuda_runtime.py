@@ -17,6 +17,7 @@ from serve.seam.checks import SeamError
 from serve.seam.cuda_tree_attention import TreeFlashAttention
 from serve.seam.cuda_tree_gdn import TreeGatedDeltaNet
 from serve.seam.runtime import Step, TreeRuntime
+from serve.tree import ROOT
 from serve.tree_batch import Topology, TreeBatch, WalkBatch
 from serve.tree_batch_kernels import (
     Committed,
@@ -96,6 +97,8 @@ class CudaTreeRuntime(TreeRuntime):
     def _read_trees(self, input_batch: Any) -> Extent | None:
         """On the host alone: what is planted is read when the step is laid out."""
         drafts = input_batch.num_draft_tokens_per_req
+        if self.limits.adapts and is_alike(input_batch):
+            return Extent(input_batch.num_reqs, input_batch.num_tokens, is_all_of_batch=True)
         if drafts is None or not drafts.any():
             return None
         num_requests = int(np.count_nonzero(drafts))
@@ -150,6 +153,8 @@ class CudaTreeRuntime(TreeRuntime):
 
         So rare that it may take a launch a cache.
         """
+        if input_batch.num_draft_tokens_per_req is None:
+            return
         has_context = input_batch.num_computed_prefill_tokens_np > 0
         is_fresh = (input_batch.num_draft_tokens_per_req > 0) & ~has_context
         if not self._gdn_layers or not is_fresh.any():
@@ -170,7 +175,8 @@ class CudaTreeRuntime(TreeRuntime):
         """Lays the step out.  The result is always in one place, where graphs read it."""
         laid_out = self._buffers.cut(positions.shape[-1])
         self._linear_positions = positions
-        if self.step_of(input_batch) is None:
+        step = self.step_of(input_batch)
+        if step is None:
             laid_out.positions.copy_(positions)
             return laid_out.positions
         lay_out_step(
@@ -181,6 +187,7 @@ class CudaTreeRuntime(TreeRuntime):
             input_batch.seq_lens,
             positions,
             laid_out,
+            step.trees.num_requests,
         )
         return laid_out.positions
 
@@ -225,6 +232,21 @@ class CudaTreeRuntime(TreeRuntime):
         step = self._step
         assert step is not None and step.trees is not None, "a tree was verified outside a step"
         step.walk = walk
+
+    def commit(self) -> None:
+        step = self._step
+        if step is not None and step.trees is not None and step.input_batch.num_draft_tokens == 0:
+            # every draft was left out, so stock code sampled; the committed tokens' rows are trees' still
+            step.walk = self._nothing_accepted(step.input_batch.num_reqs)
+        super().commit()
+
+    def _nothing_accepted(self, batch: int) -> WalkBatch:
+        integers = {"dtype": torch.int64, "device": self.device}
+        path_BL = torch.full((batch, self.num_slots), ROOT, **integers)
+        return WalkBatch(path_BL, torch.zeros(batch, **integers), torch.zeros(batch, **integers))
+
+    def _num_verified(self, step: Step) -> torch.Tensor:
+        return self._buffers.trees.num_nodes_B[: step.input_batch.num_reqs]
 
     def _commit(self, step: Step, walk: WalkBatch) -> None:
         batch = len(walk.path_BL)
@@ -272,6 +294,16 @@ class CudaTreeRuntime(TreeRuntime):
         if key not in self._stacked_states:
             self._stacked_states[key] = stack_caches(tap_states)
         return self._stacked_states[key]
+
+
+def is_alike(input_batch: Any) -> bool:
+    """Whether every request of a step has its committed token's row and its drafts', and no other.
+
+    Graphs of steps that adapt take such a batch, and hold trees: also of one in which nothing was drafted.
+    """
+    drafts = input_batch.num_draft_tokens_per_req
+    own = input_batch.num_scheduled_tokens - (0 if drafts is None else drafts)
+    return bool(input_batch.decode_graph_eligible and (own == 1).all())
 
 
 def _reserve_kept(layers: Sequence[TreeGatedDeltaNet], max_requests: int, max_rows: int) -> KeptLayers:

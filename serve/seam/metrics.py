@@ -1,7 +1,9 @@
 """What vLLM's metrics do not say of draft trees, on the server's /metrics.
 
 vLLM's own keep their names and meaning: drafts are verifications, draft tokens are verified nodes, and
-accepted tokens are those of the accepted path, also where the answer ends within it.
+accepted tokens are those of the accepted path, also where the answer ends within it.  Where each step chooses
+how much it verifies (`serve.seam.budgets`), draft tokens are nodes that it could choose from, here as with
+chains; the rows of a step say what was chosen.
 
 Patched name: `vllm.v1.engine.async_llm.load_stat_logger_plugin_factories`, in our server alone.  vLLM's entry
 point for loggers would turn statistics on for everybody who has this package, trees or not.
@@ -14,9 +16,11 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from vllm.v1.engine import async_llm
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from serve.engine import SECTION
 from serve.seam.checks import METRICS_FIELDS, METRICS_SIGNATURES, check_fields, check_signatures
 
 _LABELS = ("model_name", "engine")
+_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
 _DEPTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 23, 31)
 
 
@@ -35,12 +39,23 @@ class TreeStatLogger(StatLoggerBase):
         self, vllm_config: Any, engine_index: int = 0, registry: CollectorRegistry = REGISTRY
     ) -> None:
         labels = (vllm_config.model_config.served_model_name, str(engine_index))
-        self._nodes = Counter(
-            "draftsmith:verified_nodes",
-            "Nodes of draft trees that the target verified.",
-            _LABELS,
-            registry=registry,
-        ).labels(*labels)
+        self._rows: Histogram | None = None
+        self._nodes: Counter | None = None
+        if _adapts(vllm_config):
+            self._rows = Histogram(
+                "draftsmith:step_rows",
+                "Rows that the target computed in a step: committed tokens, chosen nodes and prompts'.",
+                _LABELS,
+                buckets=_ROWS,
+                registry=registry,
+            ).labels(*labels)
+        else:
+            self._nodes = Counter(
+                "draftsmith:verified_nodes",
+                "Nodes of draft trees that the target verified.",
+                _LABELS,
+                registry=registry,
+            ).labels(*labels)
         self._delivered = Counter(
             "draftsmith:delivered_draft_tokens",
             "Accepted nodes that became part of an answer: none after its end.",
@@ -59,8 +74,11 @@ class TreeStatLogger(StatLoggerBase):
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
         drafting = scheduler_stats and scheduler_stats.spec_decoding_stats
+        if self._rows and scheduler_stats and scheduler_stats.cudagraph_stats:
+            self._rows.observe(scheduler_stats.cudagraph_stats.num_unpadded_tokens)
         if drafting:
-            self._nodes.inc(drafting.num_draft_tokens)
+            if self._nodes:
+                self._nodes.inc(drafting.num_draft_tokens)
             self._observe_depths(drafting.num_drafts, drafting.num_accepted_tokens_per_pos)
         if iteration_stats:
             self._delivered.inc(num_delivered(iteration_stats))
@@ -74,6 +92,10 @@ class TreeStatLogger(StatLoggerBase):
 
     def log_engine_initialized(self) -> None:
         """Nothing: the engine says it itself (`serve.seam.trees.confirm_trees`)."""
+
+
+def _adapts(vllm_config: Any) -> bool:
+    return "costs" in vllm_config.additional_config[SECTION]["tree"]
 
 
 def num_delivered(iteration: Any) -> int:

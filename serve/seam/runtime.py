@@ -15,6 +15,7 @@ import torch
 from serve.pairwise import fill_table, walk_chain
 from serve.tree_batch import Topology, TreeBatch, WalkBatch, grow_trees
 from serve.tree_candidates import rank_candidates
+from serve.tree_confidence import NodeConfidence, score_chains
 from serve.tree_slots import PathRows, TreeSlots, begin_step, path_rows, tidy_rows, tokens_of
 
 
@@ -54,6 +55,8 @@ class StepLimits:
     rows: int
     chains: bool = False
     """No request has another tree than a chain."""
+    adapts: bool = False
+    """How much of the trees a step verifies is chosen in each, on the device (`serve.seam.budgets`)."""
 
 
 class TreeRuntime:
@@ -71,6 +74,7 @@ class TreeRuntime:
         # one more: slot -1, a graph's padding
         self._chain_only = torch.zeros(limits.requests + 1, dtype=torch.bool, device=device)
         self._step: Step | None = None
+        self.confidence = NodeConfidence(limits.requests, limits.budget, device) if limits.adapts else None
 
     def reserve(self, layers: Mapping[str, Any], num_axes: int) -> None:
         """Takes what memory a step needs, before vLLM measures what is left.
@@ -94,17 +98,17 @@ class TreeRuntime:
     def admit(self, slot: int, *, chain_only: bool) -> None:
         """A new request took this slot; a chain is all that its sampling settings allow, or any tree."""
         self._chain_only[slot] = chain_only or self.limits.chains
+        if self.confidence is not None:
+            self.confidence.forget(slot)
 
     def begin(self, input_batch: Any) -> None:
         """A real step begins."""
         self._step = Step(input_batch, self._read_trees(input_batch))
 
     def _read_trees(self, input_batch: Any) -> Any:
-        drafts = input_batch.num_draft_tokens_per_req
-        if drafts is None or not drafts.any():
+        if input_batch.num_draft_tokens == 0:
             return None
-        device = input_batch.idx_mapping.device
-        num_drafts_B = torch.from_numpy(drafts).to(device, torch.int64)
+        num_drafts_B = input_batch.cu_num_logits.diff().long() - 1  # only these know what was chosen
         ends_B = input_batch.query_start_loc[1 : 1 + input_batch.num_reqs].long()
         topology = self._slots.read(input_batch.idx_mapping, num_drafts_B)
         return begin_step(topology, ends_B - 1 - num_drafts_B, self.num_slots)
@@ -157,6 +161,19 @@ class TreeRuntime:
         assert step is not None and step.trees is not None, "a tree was verified outside a step"
         step.walk, step.paths = walk, path_rows(walk, step.trees.first_row_B)
 
+    def observe(self) -> None:
+        """What the step under way showed of the trees that it verified; before others are planted."""
+        step = self._step
+        if self.confidence is None or step is None or step.walk is None:
+            return
+        slots_B = step.input_batch.idx_mapping
+        self.confidence.observe(slots_B, self._num_verified(step), step.walk.path_BL)
+
+    def _num_verified(self, step: Step) -> torch.Tensor:
+        """Nodes of each request's tree. [B]"""
+        assert step.trees is not None
+        return step.trees.topology.num_nodes_B
+
     def commit(self) -> None:
         """Keeps of the step under way what the target accepted; once."""
         step = self._step
@@ -195,6 +212,24 @@ class TreeRuntime:
         step = self.step_of(input_batch)
         if step is not None and step.paths is not None:
             tidy_rows(states, step.paths)
+
+    def judge(
+        self,
+        slots_B: torch.Tensor,
+        trees: TreeBatch,
+        scores_BLCC: torch.Tensor,
+        chain_BL: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """How likely the nodes planted there are to be accepted, as `tree_confidence.steps_of`. [B, N]
+
+        scores_BLCC: what the trees grew on; all else as `plant`.
+        """
+        assert self.confidence is not None, "nobody asked for this engine's confidence"
+        if chain_BL is None:
+            chain_BL = torch.zeros_like(scores_BLCC[:, :, 0, 0], dtype=torch.int64)
+        of_chain_BN = score_chains(scores_BLCC, chain_BL, self.budget)
+        is_chain_B1 = self._chain_only[slots_B][:, None]
+        return self.confidence.plant(slots_B, of_chain_BN.where(is_chain_B1, trees.scores_BN))
 
     def plant(
         self,

@@ -47,6 +47,8 @@ class TreeSpeculator(DFlashSpeculator):
         self.runtime = runtime
         shape = (self.max_num_reqs, runtime.budget)
         self._tokens_BN = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.draft_token_confidence_probs = torch.zeros(shape, device=device)
+        """Where `runtime.confidence` is kept: `serve.seam.budgets` reads it after each `propose`."""
         self.pairwise: PairwiseTables | None = None
         """Where the engine was started with a pairwise head: graphs hold it, others are copied there."""
 
@@ -90,6 +92,9 @@ class TreeSpeculator(DFlashSpeculator):
         slots_B = idx_mapping[:: self.num_speculative_steps]  # negative for a graph's padding
         tokens_BN = self.runtime.plant(slots_B, trees, scored.tokens_BLC, scored.chain_BL)
         self._tokens_BN[: len(tokens_BN)] = tokens_BN
+        if self.runtime.confidence is not None:
+            steps_BN = self.runtime.judge(slots_B, trees, scored.scores_BLCC, scored.chain_BL)
+            self.draft_token_confidence_probs[: len(steps_BN)] = steps_BN
         return scored.tokens_BLC[:, :, 0].flatten()
 
     def _score_slots(self, hidden_TD: torch.Tensor) -> Scored:
@@ -114,6 +119,10 @@ class TreeSpeculator(DFlashSpeculator):
 
     def _by_block(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.unflatten(0, (-1, self.num_speculative_steps))
+
+    def observe_verification(self, *args: Any) -> None:
+        """Called before `propose`, which plants other trees."""
+        self.runtime.observe()
 
     @torch.inference_mode()
     def propose(self, input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:

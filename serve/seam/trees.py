@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 
 from serve.drafter_config import ARCHITECTURE, SELECTOR_ARCHITECTURE
+from serve.seam.budgets import StepCosts, install_budgets
 from serve.seam.checks import (
     CPU_TREE_SIGNATURES,
     CUDA_TREE_SIGNATURES,
@@ -30,10 +31,10 @@ from serve.seam.verifier import TreeVerifier
 _logger = init_logger("vllm.draftsmith")  # below vllm's own, whose settings it shares
 
 
-def install_trees(vllm_config: Any, num_slots: int, *, chains: bool) -> None:
+def install_trees(vllm_config: Any, num_slots: int, *, chains: bool, costs: StepCosts | None) -> None:
     """For this process, whose engines all draft trees then: vLLM's registries are the process's own.
 
-    chains: every request's tree is a chain.
+    chains: every request's tree is a chain.  costs: None verifies trees whole.
 
     Raises SeamError for what trees cannot do yet, by name.
     """
@@ -42,6 +43,8 @@ def install_trees(vllm_config: Any, num_slots: int, *, chains: bool) -> None:
     is_cuda = vllm_config.device_config.device_type == "cuda"
     check_signatures(CUDA_TREE_SIGNATURES if is_cuda else CPU_TREE_SIGNATURES)
     speculator_class = choose_speculator(vllm_config.speculative_config.draft_model_config.architectures)
+    if costs is not None:
+        install_budgets(vllm_config.device_config.device_type, costs)
     runtime_class, verifier_class = _use_cuda_layers() if is_cuda else _use_cpu_layers()
     budget = vllm_config.speculative_config.num_speculative_tokens
     sizes = vllm_config.scheduler_config
@@ -49,7 +52,8 @@ def install_trees(vllm_config: Any, num_slots: int, *, chains: bool) -> None:
 
     def init_speculator(config: Any, device: torch.device, _req_states: Any) -> TreeSpeculator:
         most_rows = sizes.max_num_batched_tokens
-        limits = StepLimits(budget, min(num_slots, budget), sizes.max_num_seqs, most_rows, chains)
+        depth, adapts = min(num_slots, budget), costs is not None
+        limits = StepLimits(budget, depth, sizes.max_num_seqs, most_rows, chains, adapts)
         built.append(speculator_class(config, device, runtime_class(limits, device)))
         return built[-1]
 
@@ -133,7 +137,7 @@ def check_tree_config(vllm_config: Any) -> None:
         if getattr(vllm_config.parallel_config, name) != 1:
             raise SeamError(f"draft trees need {name} 1")
     if speculative.enable_adaptive_verification:
-        raise SeamError("draft trees: adaptive verification cuts drafts on the device, where trees are read")
+        raise SeamError("draft trees: leave out enable_adaptive_verification, --budget auto is what does it")
     if vllm_config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise SeamError(
             f"draft trees: kv cache dtype {vllm_config.cache_config.cache_dtype} is not supported"

@@ -36,6 +36,7 @@ class Chunk:
 class TreeVerifier(RejectionSampler):
     def __init__(self, sampler: Any, spec_config: Any, device: torch.device, runtime: TreeRuntime) -> None:
         super().__init__(sampler, spec_config, device)
+        self.enable_adaptive_verification = runtime.limits.adapts  # the host's starts of requests are untrue
         self._runtime = runtime
         self._walks: list[WalkBatch] = []
 
