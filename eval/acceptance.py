@@ -12,11 +12,15 @@ max_tokens.  So for R requests with chunks c[r][0..n_r]:
 Pure: no clock, no file, no torch.  `eval/measure.py` calls it.
 """
 
+# N=requests
+
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+
+import numpy as np
 
 from recipes.errors import UserError
 from serve.client import SpecCounters
@@ -41,6 +45,47 @@ class Acceptance:
     @property
     def accepted_by_depth(self) -> tuple[float, ...]:
         return tuple(count / self.steps for count in self.reached)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of each request, in their order: all that an acceptance length and its error are made of."""
+
+    steps_N: np.ndarray
+    tokens_N: np.ndarray
+    """Committed by those steps."""
+
+    @property
+    def length(self) -> float:
+        """Acceptance length."""
+        return float(self.tokens_N.sum() / self.steps_N.sum())
+
+    @property
+    def residuals(self) -> np.ndarray:
+        """How much each request moves the length, to first order. [N]"""
+        return (self.tokens_N - self.length * self.steps_N) / self.steps_N.sum()
+
+    @property
+    def is_decoded(self) -> np.ndarray:
+        """Whether the answer is longer than the prefill's token. [N]"""
+        return self.steps_N > 0
+
+    @property
+    def standard_error(self) -> float:
+        """Of the length; zero of a single request."""
+        return find_standard_error(self.residuals, self.is_decoded)
+
+
+def count_requests(requests: Sequence[Sequence[int]]) -> Counts:
+    """From the chunk sizes of each."""
+    steps = [chunks[1:] for chunks in requests]
+    return Counts(np.array([len(sizes) for sizes in steps]), np.array([sum(sizes) for sizes in steps]))
+
+
+def find_standard_error(residuals_N: np.ndarray, is_decoded_N: np.ndarray) -> float:
+    """Of a ratio of sums over requests (requests, not steps, are what is independent)."""
+    number = int(is_decoded_N.sum())
+    return math.sqrt(float((residuals_N**2).sum()) * number / max(1, number - 1))
 
 
 def count_acceptance(requests: Sequence[Sequence[int]], counters: SpecCounters | None) -> Acceptance:
@@ -141,14 +186,8 @@ def _count_plain(requests: Sequence[Sequence[int]]) -> Acceptance:
 
 
 def _standard_error(requests: Sequence[Sequence[int]]) -> float | None:
-    """Of a ratio of sums over requests (requests, not steps, are what is independent)."""
-    sizes = [chunks[1:] for chunks in requests if len(chunks) > 1]
-    if len(sizes) < 2:
-        return None
-    steps = sum(map(len, sizes))
-    length = sum(map(sum, sizes)) / steps
-    residuals = sum((sum(chunks) - length * len(chunks)) ** 2 for chunks in sizes)
-    return math.sqrt(residuals * len(sizes) / (len(sizes) - 1)) / steps
+    counts = count_requests(requests)
+    return counts.standard_error if counts.is_decoded.sum() > 1 else None
 
 
 def _num_drafts(counters: SpecCounters) -> int:

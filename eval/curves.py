@@ -8,47 +8,37 @@ RUN_DIR is a recipe's output_dir after several rounds.  The same curves give the
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import typer
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from matplotlib.transforms import Transform
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer import Option
 
+from eval.drawing import (
+    CHAIN,
+    FAINT,
+    INK,
+    QUIET,
+    STYLE,
+    TREE,
+    Name,
+    Place,
+    begin_figure,
+    write,
+    write_beside,
+    write_svg,
+)
 from recipes.errors import UserError, run_command
 
 Curve = Mapping[int, float]
 """Optimizer step -> value, ascending."""
 
-WIDTH_PX, HEIGHT_PX = 900, 360
-INK, QUIET, FAINT = "#24292f", "#6e7781", "#d0d7de"
-TREE, CHAIN = "#0b62c4", "#c2571a"
-STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "draftsmith",  # ids in the file, which are drawn at random otherwise
-    "svg.fonttype": "path",
-    "font.family": "DejaVu Sans",  # comes with matplotlib
-    "font.size": 8.5,
-    "text.color": INK,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": QUIET,
-    "axes.spines.left": False,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 9.5,
-    "axes.titlepad": 20,
-    "xtick.color": QUIET,
-    "ytick.color": QUIET,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "lines.markersize": 4.5,
-    "lines.linewidth": 1.6,
-}
+HEIGHT_PX = 360
 _LABEL_GAP = 0.06  # of an axis' height: labels nearer than that would touch
 _MOST_VALUES = 6  # beyond that many rounds their values would touch
 
@@ -103,7 +93,7 @@ def read_curves(run_dir: Path) -> Curves:
 
 def draw(curves: Curves) -> Figure:
     with rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH_PX / 96, HEIGHT_PX / 96), facecolor="white")
+        figure = begin_figure(HEIGHT_PX)
         # in shares of the figure; what is left on the right of an axis is for its labels
         draw_acceptance(figure.add_axes((0.05, 0.15, 0.43, 0.69)), curves)
         draw_regeneration(figure.add_axes((0.69, 0.15, 0.19, 0.69)), curves.tokens_per_step)
@@ -136,17 +126,11 @@ def draw_regeneration(axes: Axes, tokens_per_step: Curve) -> None:
         for number in shown:
             # aside where the curves part
             place = Place((-7, 3 * up), "right") if number == 1 else Place((0, 6 * up), "center")
-            _write(axes, f"{curve[number]:.2f}", (number, curve[number]), place, color)
+            write(axes, f"{curve[number]:.2f}", (number, curve[number]), place, color)
     axes.set_ylim(bottom=0)
     axes.set_xticks(list(tokens))
     axes.set_yticks([])
     _name_ends(axes, [("tokens a step", tokens, INK), ("steps a token", steps, QUIET)], with_value=False)
-
-
-def write_svg(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context(STYLE):
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
 
 
 def _points(curve: Curve) -> tuple[list[int], list[float]]:
@@ -155,68 +139,18 @@ def _points(curve: Curve) -> tuple[list[int], list[float]]:
 
 def _mark_rounds(axes: Axes, starts: Sequence[int]) -> None:
     over_axis = axes.get_xaxis_transform()
-    _write(axes, "round", (0, 1), Place((-4, 4), "right"), QUIET, over_axis)
+    write(axes, "round", (0, 1), Place((-4, 4), "right"), QUIET, over_axis)
     for number, start in enumerate(starts, start=1):
-        _write(axes, f"{number}", (start, 1), Place((0, 4), "left"), QUIET, over_axis)
+        write(axes, f"{number}", (start, 1), Place((0, 4), "left"), QUIET, over_axis)
         if start:
             axes.axvline(start, color=FAINT, linewidth=0.8, zorder=0)
 
 
 def _name_ends(axes: Axes, curves: Sequence[tuple[str, Curve, str]], *, with_value: bool = True) -> None:
     """A curve's name (and last value) beside its last point, in its color."""
-    bottom, top = axes.get_ylim()
-    lasts = [list(curve.values())[-1] for _, curve, _ in curves]
-    heights = spread([(last - bottom) / (top - bottom) for last in lasts], _LABEL_GAP)
-    for (name, _, color), last, height in zip(curves, lasts, heights, strict=True):
-        text = f"{name}  {last:.2f}" if with_value else name
-        _write(axes, text, (1, height), Place((10, 0), "left"), color, axes.transAxes)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a text stands beside its point: above it, below it, or at its height."""
-
-    offset: tuple[float, float]
-    """In points of 1/72 inch."""
-    side: Literal["left", "center", "right"]
-    """Of the text, that is nearest."""
-
-
-def _write(
-    axes: Axes,
-    text: str,
-    point: tuple[float, float],
-    place: Place,
-    color: str,
-    where: Transform | None = None,
-) -> None:
-    """`point` is in `where`'s coordinates, the data's if there is none."""
-    up = place.offset[1]
-    axes.annotate(
-        text,
-        point,
-        place.offset,
-        xycoords=where or axes.transData,
-        textcoords="offset points",
-        color=color,
-        ha=place.side,
-        va="bottom" if up > 0 else "top" if up < 0 else "center",
-    )
-
-
-def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """The same in the same order, moved apart as little as leaves `gap` between any two."""
-    order = sorted(range(len(heights)), key=lambda index: heights[index])
-    clusters: list[tuple[float, int]] = []  # height of the lowest, members: each `gap` above the last
-    for index in order:
-        first, size = heights[index], 1
-        while clusters and clusters[-1][0] + clusters[-1][1] * gap > first:
-            before, count = clusters.pop()
-            first = (before * count + (first - count * gap) * size) / (count + size)
-            size += count
-        clusters.append((first, size))
-    placed = [first + place * gap for first, size in clusters for place in range(size)]
-    return [height for _, height in sorted(zip(order, placed, strict=True))]
+    lasts = [(name, list(curve.values())[-1], color) for name, curve, color in curves]
+    names = [Name(f"{name}  {last:.2f}" if with_value else name, last, color) for name, last, color in lasts]
+    write_beside(axes, names, 1, axes.transAxes, _LABEL_GAP)
 
 
 if __name__ == "__main__":

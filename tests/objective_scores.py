@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from eval.acceptance import Counts, count_requests, find_standard_error
 from recipes.manifest import CheckpointManifest, read_manifest, write_json
 from recipes.schema import Recipe
 from serve.generation import Answer
@@ -46,28 +47,8 @@ def ways_of(temperatures: Iterable[float]) -> list[Way]:
     return [Way(temperature, budget) for temperature in temperatures for budget in (None, *BUDGETS)]
 
 
-@dataclass(frozen=True)
-class Counts:
-    """What the engine did with each prompt, in their order; as `eval.acceptance` counts."""
-
-    steps_N: np.ndarray
-    tokens_N: np.ndarray
-    """Committed by those steps."""
-
-    @property
-    def length(self) -> float:
-        """Acceptance length."""
-        return float(self.tokens_N.sum() / self.steps_N.sum())
-
-    @property
-    def residuals(self) -> np.ndarray:
-        """How much each prompt moves the length, to first order. [N]"""
-        return (self.tokens_N - self.length * self.steps_N) / self.steps_N.sum()
-
-
 def count(answers: Sequence[Answer]) -> Counts:
-    sizes = [answer.chunks[1:] for answer in answers]
-    return Counts(np.array([len(each) for each in sizes]), np.array([sum(each) for each in sizes]))
+    return count_requests([answer.chunks for answer in answers])
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
@@ -138,15 +119,15 @@ def estimate_gain(runs: Sequence[Counts], base: Sequence[Counts]) -> Estimate:
 
 def _estimate(values: list[float], residuals: list[np.ndarray], is_decoded_N: np.ndarray) -> Estimate:
     """Prompts, not steps, are what is independent (`eval.acceptance`); and seeds, apart from them."""
-    squares = float((np.mean(residuals, axis=0) ** 2).sum())
-    number, num_seeds = int(is_decoded_N.sum()), len(values)
+    of_prompts = find_standard_error(np.mean(residuals, axis=0), is_decoded_N)
+    num_seeds = len(values)
     of_seeds = None if num_seeds < 2 else float(np.std(values, ddof=1)) / num_seeds**0.5
-    return Estimate(float(np.mean(values)), (squares * number / max(1, number - 1)) ** 0.5, of_seeds)
+    return Estimate(float(np.mean(values)), of_prompts, of_seeds)
 
 
 def _is_decoded(runs: Sequence[Counts]) -> np.ndarray:
     """Prompts whose answers are longer than the prefill's token."""
-    return np.any([run.steps_N > 0 for run in runs], axis=0)
+    return np.any([run.is_decoded for run in runs], axis=0)
 
 
 @dataclass(frozen=True)

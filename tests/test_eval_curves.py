@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from drafters import REPOSITORY
 
-from eval.curves import TAGS, draw, read_curves, spread, write_svg
+from eval.curves import TAGS, draw, read_curves
+from eval.drawing import spread, write_svg
 from eval.points import write_curves
 from recipes.errors import UserError
 

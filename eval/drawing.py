@@ -1,0 +1,116 @@
+"""How our pictures look, and how their words are placed; `eval/curves.py` and `eval/rows.py` draw with it.
+
+The same picture gives the same file, byte by byte.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.transforms import Transform
+
+WIDTH_PX = 900
+INK, QUIET, FAINT = "#24292f", "#6e7781", "#d0d7de"
+TREE, CHAIN = "#0b62c4", "#c2571a"
+STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "draftsmith",  # ids in the file, which are drawn at random otherwise
+    "svg.fonttype": "path",
+    "font.family": "DejaVu Sans",  # comes with matplotlib
+    "font.size": 8.5,
+    "text.color": INK,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": QUIET,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9.5,
+    "axes.titlepad": 20,
+    "xtick.color": QUIET,
+    "ytick.color": QUIET,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "lines.markersize": 4.5,
+    "lines.linewidth": 1.6,
+}
+
+
+def begin_figure(height_px: int) -> Figure:
+    """An empty one of our width."""
+    return Figure(figsize=(WIDTH_PX / 96, height_px / 96), facecolor="white")
+
+
+def write_svg(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with rc_context(STYLE):
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a text stands beside its point: above it, below it, or at its height."""
+
+    offset: tuple[float, float]
+    """In points of 1/72 inch."""
+    side: Literal["left", "center", "right"]
+    """Of the text, that is nearest."""
+
+
+def write(
+    axes: Axes,
+    text: str,
+    point: tuple[float, float],
+    place: Place,
+    color: str,
+    where: Transform | None = None,
+) -> None:
+    """`point` is in `where`'s coordinates, the data's if there is none."""
+    up = place.offset[1]
+    axes.annotate(
+        text,
+        point,
+        place.offset,
+        xycoords=where or axes.transData,
+        textcoords="offset points",
+        color=color,
+        ha=place.side,
+        va="bottom" if up > 0 else "top" if up < 0 else "center",
+    )
+
+
+@dataclass(frozen=True)
+class Name:
+    text: str
+    value: float
+    """What it stands beside."""
+    color: str
+
+
+def write_beside(axes: Axes, names: Sequence[Name], x: float, where: Transform, gap: float) -> None:
+    """On the right of `x`, each at its value or as near to it as leaves `gap` between any two.
+
+    In `where`'s coordinates, whose heights are shares of the axis', as `gap` is.
+    """
+    bottom, top = axes.get_ylim()
+    heights = spread([(name.value - bottom) / (top - bottom) for name in names], gap)
+    for name, height in zip(names, heights, strict=True):
+        write(axes, name.text, (x, height), Place((10, 0), "left"), name.color, where)
+
+
+def spread(heights: Sequence[float], gap: float) -> list[float]:
+    """The same in the same order, moved apart as little as leaves `gap` between any two."""
+    order = sorted(range(len(heights)), key=lambda index: heights[index])
+    clusters: list[tuple[float, int]] = []  # height of the lowest, members: each `gap` above the last
+    for index in order:
+        first, size = heights[index], 1
+        while clusters and clusters[-1][0] + clusters[-1][1] * gap > first:
+            before, count = clusters.pop()
+            first = (before * count + (first - count * gap) * size) / (count + size)
+            size += count
+        clusters.append((first, size))
+    placed = [first + place * gap for first, size in clusters for place in range(size)]
+    return [height for _, height in sorted(zip(order, placed, strict=True))]
