@@ -1,12 +1,15 @@
-r"""Trains the embedded target: a ten-million-parameter Gated-DeltaNet hybrid that writes Python.
+r"""Trains targets that write Python: Gated-DeltaNet hybrids of the flagship's architecture.
 
-    script="python train/embedded_target.py --rows 64"
+The embedded one (10 M parameters), and one to measure on a GPU (104 M, recipes/hybrid_code_dflash.yaml):
+
+    python train/code_target.py runs/hybrid_code/target --size code --steps 800 --answer-lines 24
+    script="python train/code_target.py --rows 64"
     $script runs/1 --steps 1550 --answer-lines 60               # reads code and chats
     $script runs/2 --init runs/1 --steps 1600 --answer-lines 24 --chat-share 0.7 --learning-rate 0.0015
     $script recipes/embedded/target --init runs/2 --steps 1780 --chat-share 0.5 --learning-rate 0.0025
 
-The architecture is the flagship's (Qwen3.5/3.6 text model: three Gated-DeltaNet layers to one gated
-attention layer, partial rotary embedding, untied embeddings) at the smallest widths that vLLM's CPU
+The architecture is that of Qwen3.5/3.6's text model: three Gated-DeltaNet layers to one gated attention
+layer, partial rotary embedding, untied embeddings; the embedded one has the smallest widths that vLLM's CPU
 kernels take.  The corpus is the Python source that this machine holds (`data/python_source.py`), read
 when the script runs; held-out standard-library files are never trained on.  Beside the weights it writes
 `training.json`: seed, corpus, losses and samples.  transformers' own torch form of the delta rule does the
@@ -53,7 +56,6 @@ SPECIAL_TOKENS = [
     "</tool_call>",
     MASK,
 ]
-VOCAB_SIZE = 4096
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
@@ -66,6 +68,25 @@ _WORDS = Regex(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+
+@dataclass(frozen=True)
+class Size:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_key_value_heads: int
+    linear_key_heads: int
+    linear_value_heads: int
+
+
+SIZES = {
+    "embedded": Size(4096, 256, 640, 8, 4, 2, 2, 4),
+    "code": Size(8192, 768, 2048, 12, 12, 4, 4, 8),
+    "tiny": Size(512, 128, 256, 4, 2, 1, 1, 2),  # whether all of it works
+}
 
 
 @dataclass(frozen=True)
@@ -93,17 +114,17 @@ class Corpus:
     held_out_chats: torch.Tensor
 
 
-def architecture() -> Qwen3_5TextConfig:
+def architecture(size: Size) -> Qwen3_5TextConfig:
     return Qwen3_5TextConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        intermediate_size=640,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        vocab_size=size.vocab_size,
+        hidden_size=size.hidden_size,
+        intermediate_size=size.intermediate_size,
+        num_hidden_layers=size.num_layers,
+        num_attention_heads=size.num_heads,
+        num_key_value_heads=size.num_key_value_heads,
         head_dim=64,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
+        linear_num_key_heads=size.linear_key_heads,
+        linear_num_value_heads=size.linear_value_heads,
         linear_key_head_dim=128,
         linear_value_head_dim=128,
         max_position_embeddings=4096,
@@ -127,8 +148,8 @@ def render_chat(chat: Chat) -> str:
     return f"{TURN_START}user\n{chat.request}{TURN_END}\n{TURN_START}assistant\n{chat.answer}{TURN_END}\n"
 
 
-def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of VOCAB_SIZE entries, the special tokens first."""
+def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of so many entries, the special tokens first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -138,7 +159,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=SPECIAL_TOKENS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -154,12 +175,14 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return fast
 
 
-def read_corpus(answer_lines: int) -> tuple[list[str], list[Chat], list[str], list[Chat], dict]:
+def read_corpus(
+    answer_lines: int, most_files: int | None
+) -> tuple[list[str], list[Chat], list[str], list[Chat], dict]:
     """Training texts and chats, held-out texts and chats, and a description of where they came from."""
     held_out = list(read_sources(standard_library_files(held_out=True)))
     held_out_texts = {text for _, text in held_out}
     own_files = set(standard_library_files(held_out=False))
-    training_files = sorted(own_files) + installed_package_files()
+    training_files = (sorted(own_files) + installed_package_files())[:most_files]
     training = [(path, text) for path, text in read_sources(training_files) if text not in held_out_texts]
     held_out_chats = find_all_chats(held_out, answer_lines)
     forbidden = {chat.answer for chat in held_out_chats}
@@ -309,20 +332,21 @@ class Prepared:
 
 
 def prepare_corpus(
-    schedule: Schedule, init: Path | None, cache: Path
+    schedule: Schedule, vocab_size: int, init: Path | None, cache: Path, most_files: int | None
 ) -> tuple[PreTrainedTokenizerFast, Prepared]:
     """Reads, tokenizes (with `init`'s tokenizer, if given) and packs; `cache` spares a second time."""
     saved = cache / "corpus.pt"
     if saved.exists():
         return PreTrainedTokenizerFast.from_pretrained(cache), torch.load(saved, weights_only=False)
     rng = random.Random(schedule.seed)
-    texts, chats, held_texts, held_chats, description = read_corpus(schedule.answer_lines)
+    texts, chats, held_texts, held_chats, description = read_corpus(schedule.answer_lines, most_files)
     rng.shuffle(texts)
     rng.shuffle(chats)
     if init:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(init)
     else:
-        tokenizer = train_tokenizer(texts[:6000] + [render_chat(chat) for chat in chats[:20000]])
+        words = texts[:6000] + [render_chat(chat) for chat in chats[:20000]]
+        tokenizer = train_tokenizer(words, vocab_size)
     held_stream = encode_stream(tokenizer, held_texts)
     width = schedule.row_tokens + 1
     tokens = {
@@ -394,6 +418,7 @@ def report(
 
 def main(  # noqa: PLR0913, PLR0917
     out: Path,
+    size: Annotated[str, typer.Option(help=f"one of {', '.join(SIZES)}")] = "embedded",
     steps: Annotated[int, typer.Option(help="optimizer steps")] = 3000,
     rows: Annotated[int, typer.Option(help="rows in a step")] = 128,
     row_tokens: Annotated[int, typer.Option(help="tokens in a row")] = 1024,
@@ -402,9 +427,8 @@ def main(  # noqa: PLR0913, PLR0917
     chat_share: Annotated[float, typer.Option(help="share of rows that hold chats")] = 0.35,
     answer_lines: Annotated[int, typer.Option(help="lines of a chat's answer at most")] = MAX_ANSWER_LINES,
     init: Annotated[Path | None, typer.Option(help="go on from these weights, with their tokenizer")] = None,
-    cache: Annotated[Path, typer.Option(help="the tokenized corpus is kept here")] = Path(
-        "runs/embedded_target"
-    ),
+    cache: Annotated[Path, typer.Option(help="the tokenized corpus is kept here")] = Path("runs/code_corpus"),
+    files: Annotated[int | None, typer.Option(help="read at most, for a rehearsal")] = None,
 ) -> None:
     warmup_steps = min(200, steps // 10 + 1)
     schedule = Schedule(
@@ -420,7 +444,9 @@ def main(  # noqa: PLR0913, PLR0917
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     began = time.perf_counter()
-    tokenizer, prepared = prepare_corpus(schedule, init, cache)
+    if size not in SIZES:
+        raise typer.BadParameter(f"{size}: expected one of {', '.join(SIZES)}", param_hint="--size")
+    tokenizer, prepared = prepare_corpus(schedule, SIZES[size].vocab_size, init, cache, files)
     print({k: v for k, v in prepared.description.items() if k != "held_out_files"}, flush=True)
     print(f"corpus ready after {time.perf_counter() - began:.0f} s", flush=True)
     corpus = Corpus(**{name: tensor.to(device) for name, tensor in prepared.tokens.items()})
@@ -429,7 +455,7 @@ def main(  # noqa: PLR0913, PLR0917
     if init:
         model = Qwen3_5ForCausalLM.from_pretrained(init, dtype="float32").to(device)
     else:
-        model = Qwen3_5ForCausalLM(architecture()).to(device)
+        model = Qwen3_5ForCausalLM(architecture(SIZES[size])).to(device)
     began = time.perf_counter()
     losses = train(model, corpus, schedule)
     seconds = time.perf_counter() - began
