@@ -133,6 +133,11 @@ class Job:
             self.recipe.data.engines * self.engine_ranks / max(1, count_engine_gpus(self.recipe))
         )
 
+    def describe_pairwise(self, rank: int) -> tuple[str, int]:
+        """A published pairwise head in bf16, in words and bytes: `serve.drafter_config.pairwise_tensors`."""
+        vectors, size = 2 * self.target.vocab_size + self.target.hidden_size + 1, DTYPE_BYTES["bfloat16"]
+        return f"{vectors:,} vectors x {rank} x {size} bytes", vectors * rank * size
+
     @property
     def is_ahead(self) -> bool:
         """A round's data is made while the round before it is trained on."""

@@ -81,6 +81,9 @@ def _disk_rows(job: Job) -> Iterator[Row]:
     counted = f"{keep} kept + 1 being written" + " + 1 that drafts" * drafting
     words = f"({counted}) x {millions(parameters)} x {published} bytes"
     yield Row("checkpoints", words, (keep + 1 + drafting) * parameters * published)
+    if recipe.train.pairwise is not None:
+        words, head = job.describe_pairwise(recipe.train.pairwise.rank)
+        yield Row("pairwise heads in them", f"({counted}) x {words}", (keep + 1 + drafting) * head)
     words = (
         f"(1 + 1 being written) x {millions(job.num_trained)} x {state} bytes (weights, masters, 2 moments)"
     )

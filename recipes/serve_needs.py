@@ -54,6 +54,8 @@ def _drafting_rows(job: Job, shared: str) -> Iterator[Row]:
     drafter = served_drafter_bytes(recipe.drafter, target.hidden_size, b, ranks)
     words = f"{millions(job.num_parameters)} x {b} bytes{shared}; fc whole, keys' weights twice"
     yield Row("drafter", words, drafter)
+    if recipe.train.pairwise is not None:
+        yield Row("pairwise head", *job.describe_pairwise(recipe.train.pairwise.rank))
     if target.gdn:
         rows, most = job.nodes + 1, recipe.serve.max_num_seqs
         kept = target.gdn.kept_bytes(b, ranks, most, rows)

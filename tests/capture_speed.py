@@ -1,7 +1,7 @@
 """What capture costs, and what sleep frees, on a cut of the flagship's widths; needs a GPU.
 
     python tests/capture_speed.py [--layers 32] [--requests 32] [--prompt 256] [--new 256] [--repeats 2]
-        [--decoding plain] [--decoding trees]
+        [--shard 768 --shards 2] [--decoding plain] [--decoding trees]
 
 Of plain engines, then of engines with trees, one with capture and one without are started together and
 work in turn.  "with shards" is the data phase's own work until the last shard is generated: states compared
@@ -41,7 +41,6 @@ REPOSITORY = Path(__file__).parent.parent
 FLAGSHIP = REPOSITORY / "recipes" / "qwen36_dflash.yaml"
 DECODINGS = ("plain", "trees")
 GRAPH_SIZES = [1, 32, 512]
-SHARDS = 4
 ANSWER = "answer:"  # before each line of an engine's that is one
 
 
@@ -53,10 +52,9 @@ class Work:
     """At once."""
     prompt: int
     new: int
-
-    @property
-    def of_shard(self) -> int:
-        return 2 * self.requests
+    of_shard: int
+    """Requests; the flagship's shards hold some 400,000 tokens."""
+    shards: int
 
 
 def read_recipe(folder: Path, work: Work) -> Recipe:
@@ -128,7 +126,7 @@ class Bench:
         start = time.perf_counter()
         with ThreadPoolExecutor(1) as writer:
             written: list[Future[Any]] = []
-            for number in range(SHARDS):
+            for number in range(self._work.shards):
                 shard = self._maker.generate(number, self._prompts())
                 if written:
                     written[-1].result()
@@ -261,10 +259,12 @@ def main(
     prompt: int = 256,
     new: int = 256,
     repeats: Annotated[int, typer.Option(help="Timed times of each, after one that warms up.")] = 2,
+    shard: Annotated[int | None, typer.Option(help="Requests of a shard; left out: 2 x requests.")] = None,
+    shards: Annotated[int, typer.Option(help="That are made in a row.")] = 4,
     decoding: Annotated[list[str] | None, typer.Option(help="One or both of plain and trees.")] = None,
 ) -> None:
     """Prints tokens a second with capture and without, and memory awake and asleep."""
-    work = Work(requests, prompt, new)
+    work = Work(requests, prompt, new, shard or 2 * requests, shards)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_models(folder, layers)

@@ -1,6 +1,7 @@
 """What a plan says that training takes, against the real code and DeepSpeed."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -31,6 +32,7 @@ from recipes.schema import Objective as ObjectiveSection
 from recipes.train_footprint import Activations, WorstBatch, saved_bytes, worst_batch, zero_bytes
 from recipes.train_needs import companion_bytes
 from serve import engine
+from serve.drafter_config import pairwise_tensors
 from tests.small_training import DRAFTER, HIDDEN, write_target
 from tests.test_plan import BF16, FLAGSHIP, RECIPES, TINY, phase_of, plan_of
 from train import attention, head, pairwise, pairwise_learner, pointwise, saving, tiles
@@ -314,6 +316,23 @@ def test_adapters_need_no_masters_of_what_is_frozen():
 
 
 # A pairwise head beside the drafter
+
+
+def test_a_head_takes_what_its_published_tensors_do():
+    job = plan_of(FLAGSHIP, "train.pairwise.rank=96")
+    target = job.target
+    tensors = pairwise_tensors(target.vocab_size, target.hidden_size, 96).values()
+    assert job.describe_pairwise(96)[1] == 2 * sum(map(math.prod, tensors))
+
+
+def test_a_head_is_on_the_disk_with_each_checkpoint_and_in_each_engine():
+    with_head, without = (plan_of(FLAGSHIP, *more) for more in (["train.pairwise={}"], []))
+    for phase, name in (
+        ("disk", "pairwise heads in them"),
+        ("serve: memory of each GPU", "pairwise head"),
+    ):
+        names = [[row.what for row in phase_of(job, phase).rows] for job in (with_head, without)]
+        assert [name in each for each in names] == [True, False]
 
 
 def measure_head(counted) -> tuple[int, int]:
