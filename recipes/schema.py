@@ -281,8 +281,8 @@ class Serve(Section):
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
     """Of an engine's KV cache; None is what gpu_memory_utilization leaves on a GPU, and 1 on a CPU."""
     step_costs: Path | None = None
-    """A JSON file of what steps cost, for --budget auto: read if it is there, else measured and written.
-    None: measured at every start."""
+    """A JSON file of what steps cost, for --budget auto: read if it is there (of another engine it is
+    refused), else measured and written. None: measured at every start."""
 
 
 class Rounds(Section):

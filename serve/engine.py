@@ -19,7 +19,7 @@ from recipes.load import resolve_model
 from recipes.schema import Serve, Target
 from serve.checkpoint import read_drafter_config
 from serve.drafter_config import PAIRWISE_NAME, parse_config
-from serve.step_costs import read_costs
+from serve.step_costs import read_costs, tell_costs
 
 # What a launcher (deepspeed, torchrun, mpirun) tells its ranks; an engine that reads it joins their group.
 _RANK_VARIABLES = frozenset(
@@ -246,7 +246,8 @@ def _step_costs(serve: Serve) -> dict[str, Any]:
             "--budget auto needs to know what steps cost, and only CUDA graphs are measured: name a file of"
             " costs in serve.step_costs, or give a number of nodes"
         )
-    return {"known": known, "keep_at": None if path is None else str(path.resolve())}
+    told = None if known is None else tell_costs(known)
+    return {"known": told, "path": None if path is None else str(path.resolve())}
 
 
 def _drafting(ckpt: Path, budget: int | None) -> tuple[dict[str, Any], dict[str, Any]]:

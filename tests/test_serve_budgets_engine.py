@@ -36,8 +36,8 @@ COSTS = {
 }
 CHAIN = {"extra_args": {"draftsmith_chain": True}}
 SMALL_ROWS, SMALL_BUDGET, SMALL_REQUESTS, SMALL_TOKENS = 11, 7, 3, 5
-SMALL_COSTS = [[2, 1.0], [SMALL_ROWS, 1e3], [512, 1e9]]
-"""Two requests are best off without drafts, and one with one; three share those that stay below the cliff."""
+SMALL_COSTS = [[1, 1.0], [SMALL_ROWS, 1e3], [512, 1e9]]
+"""One request alone is best off without drafts; more of them share those that stay below the cliff."""
 
 
 def write_costs(folder: Path, name: str, verify: list[list[float]]) -> Path:
@@ -146,6 +146,5 @@ def test_a_gpus_runtime_verifies_some_of_its_trees_and_accepts_from_them(ran):
 
 
 def test_steps_without_any_draft_were_among_them(ran):
-    steps = ran.told.chosen
-    assert [chosen for others, _, chosen in steps if others == 2] == [0] * sum(step[0] == 2 for step in steps)
-    assert any(chosen == 0 for _, _, chosen in steps)
+    alone = [chosen for others, _, chosen in ran.told.chosen if others == 1]
+    assert alone == [0] * len(alone) != []

@@ -84,7 +84,7 @@ def test_the_targets_own_tokens_are_not_drafts(stats, count):
 
 
 def test_where_each_step_chooses_its_rows_are_counted_and_no_nodes(registry):
-    logger = TreeStatLogger(config_of(costs={"known": None, "keep_at": None}), registry=registry)
+    logger = TreeStatLogger(config_of(costs={"known": None, "path": None}), registry=registry)
     for rows in (9, 40):
         stats = verified((15, 2))
         stats.cudagraph_stats = CUDAGraphStat(rows, 64, 64 - rows, "FULL")

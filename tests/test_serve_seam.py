@@ -39,7 +39,7 @@ from tests.drafters import EMBEDDED_TARGET, tiny_recipe, write_random_drafter
 if not torch.cuda.is_available():
     importlib.import_module("vllm.v1.worker.cpu_worker")  # its patches come before the runner
 
-from serve.seam.budgets import StepCosts, install_budgets
+from serve.seam.budgets import CostOptions, check_identity, install_budgets
 from serve.seam.cuda_runtime import is_alike
 from serve.seam.processor import _mend_context_keys
 from serve.seam.selector_speculator import SelectorSpeculator
@@ -76,7 +76,7 @@ def test_what_trees_ask_for_is_read():
     assert read_options({"draftsmith": {"tree": {"num_slots": 7}}}) == SeamOptions(num_slots=7)
     chains = {"draftsmith": {"tree": {"num_slots": 7, "chains": True}}}
     assert read_options(chains) == SeamOptions(num_slots=7, chains=True)
-    costs = {"known": None, "keep_at": None}
+    costs = {"known": None, "path": None}
     adapting = {"draftsmith": {"tree": {"num_slots": 7, "costs": costs}}}
     assert read_options(adapting) == SeamOptions(num_slots=7, costs=costs)
 
@@ -205,7 +205,16 @@ def test_what_trees_cannot_do_is_refused_by_name(setting, value, said):
 
 def test_a_cpu_has_no_costs_of_its_own():
     with pytest.raises(SeamError, match=r"a CPU's steps are not measured, name a file in serve.step_costs"):
-        install_budgets("cpu", StepCosts.parse({"known": None, "keep_at": None}))
+        install_budgets("cpu", CostOptions.parse({"known": None, "path": None}))
+
+
+def test_costs_of_another_engine_are_refused_by_name():
+    mine, told = {"device": "NVIDIA H200", "nodes": "31"}, {"draft": [(1, 1.0)], "verify": [(1, 1.0)]}
+    for of in ({}, mine):
+        check_identity(CostOptions.parse({"known": told | {"of": of}, "path": "costs.json"}), mine)
+    other = CostOptions.parse({"known": told | {"of": mine | {"nodes": "15"}}, "path": "costs.json"})
+    with pytest.raises(SeamError, match=r"costs.json: step costs of .*'nodes': '15'.*this engine is .*'31'"):
+        check_identity(other, mine)
 
 
 @pytest.mark.parametrize(

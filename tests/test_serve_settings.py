@@ -19,7 +19,7 @@ from serve.drafter_config import PAIRWISE_NAME
 from serve.engine import SECTION, child_environment, engine_arguments, is_cuda, make_stock, read_budget
 from serve.plan import Request, make_plan
 from serve.ports import find_free_port, require_free_port
-from serve.step_costs import keep_costs, read_costs
+from serve.step_costs import StepCosts, keep_costs, read_costs
 
 RUN = REPOSITORY / "serve" / "run.py"
 on_cpu = pytest.mark.skipif(is_cuda(), reason="the CPU build's settings")
@@ -177,7 +177,7 @@ def test_an_automatic_budget_is_trees_that_adapt(published, tmp_path):
     arguments = engine_arguments(tiny_recipe().target, serve, published, nodes, adapts=adapts)
     assert arguments["speculative_config"]["num_speculative_tokens"] == nodes == 31
     told = arguments["additional_config"][SECTION]["tree"]["costs"]
-    assert told["known"] == {"draft": [(4, 0.5)], "verify": [(8, 1.0), (64, 3.0)]}
+    assert told["known"] == {"draft": [(4, 0.5)], "verify": [(8, 1.0), (64, 3.0)], "of": {}}
     assert arguments["cudagraph_metrics"]  # rows of each step on /metrics
 
 
@@ -193,9 +193,10 @@ def test_costs_that_are_not_there_yet_are_measured_and_kept(published, tmp_path,
     serve = tiny_recipe().serve.model_copy(update={"step_costs": costs, **eager})
     arguments = engine_arguments(tiny_recipe().target, serve, published, 31, adapts=True)
     told = arguments["additional_config"][SECTION]["tree"]["costs"]
-    assert told == {"known": None, "keep_at": str(tmp_path / "new" / "costs.json")}
-    keep_costs({"draft": [(1, 0.5)], "verify": [(1, 2.5)]}, Path(told["keep_at"]))
-    assert read_costs(Path(told["keep_at"])) == {"draft": [(1, 0.5)], "verify": [(1, 2.5)]}
+    assert told == {"known": None, "path": str(costs)}
+    measured = StepCosts([(1, 0.5)], [(1, 2.5)], {"device": "mine"})
+    keep_costs(measured, costs)
+    assert read_costs(costs) == measured
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["costs.json"]
 
 
@@ -203,6 +204,7 @@ def test_costs_that_are_not_there_yet_are_measured_and_kept(published, tmp_path,
     ("text", "said"),
     [
         ("{", "holds no step costs"),
+        ("[]", "holds no step costs"),
         ('{"draft": [[1, 1]]}', "holds no step costs"),
         ('{"draft": [[1, 1]], "verify": []}', "verify needs ascending sizes"),
         ('{"draft": [[1, 1]], "verify": [[8, 1], [4, 2]]}', "verify needs ascending sizes"),

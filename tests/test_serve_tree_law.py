@@ -297,6 +297,7 @@ def make_batch(texts: Round, drafts_SN: torch.Tensor, slots_B: torch.Tensor, num
         num_scheduled_tokens=1 + num_drafts_B,
         expanded_idx_mapping=slots_B[request_T],
         expanded_local_pos=local_T.int(),
+        num_draft_tokens=int(num_drafts_B.sum()),
         num_draft_tokens_per_req=num_drafts_B if num_drafts_B.any() else None,
         query_start_loc=starts_B1,
         query_start_loc_np=starts,

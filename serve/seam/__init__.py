@@ -41,7 +41,7 @@ class SeamOptions:
     chains: bool = False
     """Every tree is a chain: the one that a pairwise head prefers."""
     costs: Mapping[str, Any] | None = None
-    """Of steps, as `budgets.StepCosts` reads them; None verifies trees whole."""
+    """Of steps, as `budgets.CostOptions` reads them; None verifies trees whole."""
     served: Served | None = None
     """What may be swapped; None: nothing."""
 
@@ -115,8 +115,8 @@ def _prepare(vllm_config: Any, options: SeamOptions) -> None:
 
         prepare_processor()
     if options.num_slots is not None:
-        from serve.seam.budgets import StepCosts
+        from serve.seam.budgets import CostOptions
         from serve.seam.trees import install_trees
 
-        costs = None if options.costs is None else StepCosts.parse(options.costs)
+        costs = None if options.costs is None else CostOptions.parse(options.costs)
         install_trees(vllm_config, options.num_slots, chains=options.chains, costs=costs)

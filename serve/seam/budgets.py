@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
 from serve.seam.checks import BUDGET_FIELDS, BUDGET_SIGNATURES, SeamError, check_fields, check_signatures
-from serve.step_costs import NAMES, Costs, Curve, keep_costs
+from serve.step_costs import Curve, StepCosts, keep_costs, parse_costs
 
 _logger = init_logger("vllm.draftsmith")  # below vllm's own, whose settings it shares
 
@@ -31,29 +31,30 @@ _STEPS_OF_A_LINE = 1000
 
 
 @dataclass(frozen=True)
-class StepCosts:
+class CostOptions:
     """What the engine was told of them."""
 
-    known: Costs | None
-    """As `serve.step_costs`; None: they are measured."""
-    keep_at: Path | None
-    """Where measured ones go."""
+    known: StepCosts | None
+    """None: they are measured."""
+    path: Path | None
+    """Where known ones come from, or measured ones go."""
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> "StepCosts":
+    def parse(cls, given: Mapping[str, Any]) -> "CostOptions":
         """Of the options that `serve.engine` writes."""
-        return cls(given["known"], None if given["keep_at"] is None else Path(given["keep_at"]))
+        known, path = given["known"], given["path"]
+        return cls(None if known is None else parse_costs(known), None if path is None else Path(path))
 
 
 class TreeBudgets(AdaptiveVerificationManager):
     """Known costs are taken as they are, others measured."""
 
-    def __init__(self, costs: StepCosts, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._costs = costs
+    def __init__(self, costs: CostOptions, identity: Mapping[str, str], *args: Any) -> None:
+        super().__init__(*args)
+        self._costs, self._identity = costs, identity
         self._chosen = self._offered = self._steps = 0
         if costs.known is not None:
-            self.set_cost_curves(*(costs.known[name] for name in NAMES))
+            self.set_cost_curves(costs.known.draft, costs.known.verify)
 
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
         batches = super().batches_to_profile(capture_sizes)
@@ -70,8 +71,8 @@ class TreeBudgets(AdaptiveVerificationManager):
             _show(verify_curve),
             _show(draft_curve),
         )
-        if self._costs.known is None and self._costs.keep_at is not None:
-            keep_costs(dict(zip(NAMES, (draft_curve, verify_curve), strict=True)), self._costs.keep_at)
+        if self._costs.known is None and self._costs.path is not None:
+            keep_costs(StepCosts(draft_curve, verify_curve, self._identity), self._costs.path)
 
     def get_num_tokens(
         self, num_tokens_per_req: dict[str, int], draft_tokens: Mapping[str, list[int]]
@@ -99,7 +100,34 @@ def _show(curve: Curve) -> str:
     return ", ".join(f"{size}: {ms:.2f}" for size, ms in curve)
 
 
-def install_budgets(device_type: str, costs: StepCosts) -> None:
+def identify_engine(vllm_config: Any) -> dict[str, str]:
+    """What an engine's steps cost depends on."""
+    target, drafter = vllm_config.model_config, vllm_config.speculative_config.draft_model_config
+    on_cuda = vllm_config.device_config.device_type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name() if on_cuda else "CPU",
+        "target": _describe_model(target),
+        "drafter": _describe_model(drafter),
+        "tensor_parallel_size": str(vllm_config.parallel_config.tensor_parallel_size),
+        "nodes": str(vllm_config.speculative_config.num_speculative_tokens),
+    }
+
+
+def _describe_model(config: Any) -> str:
+    text = config.hf_text_config
+    return f"{text.num_hidden_layers} layers of {text.hidden_size}, {text.vocab_size} tokens, {config.dtype}"
+
+
+def check_identity(costs: CostOptions, identity: Mapping[str, str]) -> None:
+    """Raises SeamError for known costs of another engine."""
+    if costs.known is not None and costs.known.of and costs.known.of != identity:
+        raise SeamError(
+            f"{costs.path}: step costs of {dict(costs.known.of)}, this engine is {dict(identity)}; remove the"
+            " file to have them measured, or name another in serve.step_costs"
+        )
+
+
+def install_budgets(device_type: str, costs: CostOptions) -> None:
     """For this process, whose engine's trees adapt then.
 
     Raises SeamError where no costs are known and none can be measured.
@@ -120,12 +148,15 @@ def install_budgets(device_type: str, costs: StepCosts) -> None:
         num_bonus_tokens: int,
         max_total_logits: int,
         vllm_config: Any,
-        **_of_chains: Any,
+        **_backends: Any,
     ) -> TreeBudgets:
         has_graphs = vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         if costs.known is None and not has_graphs:
             raise SeamError("--budget auto measures CUDA graphs: not with serve.enforce_eager")
-        return TreeBudgets(costs, req_states, query_start_loc, num_bonus_tokens, max_total_logits)
+        identity = identify_engine(vllm_config)
+        check_identity(costs, identity)
+        of_chains = req_states, query_start_loc, num_bonus_tokens, max_total_logits
+        return TreeBudgets(costs, identity, *of_chains)
 
     def resolve(mode: Any, *, piecewise_capture_available: bool) -> Any:
         if not mode.has_full_cudagraphs():  # known costs need no graphs

@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 
 from serve.drafter_config import ARCHITECTURE, SELECTOR_ARCHITECTURE
-from serve.seam.budgets import StepCosts, install_budgets
+from serve.seam.budgets import CostOptions, install_budgets
 from serve.seam.checks import (
     CPU_TREE_SIGNATURES,
     CUDA_TREE_SIGNATURES,
@@ -31,7 +31,7 @@ from serve.seam.verifier import TreeVerifier
 _logger = init_logger("vllm.draftsmith")  # below vllm's own, whose settings it shares
 
 
-def install_trees(vllm_config: Any, num_slots: int, *, chains: bool, costs: StepCosts | None) -> None:
+def install_trees(vllm_config: Any, num_slots: int, *, chains: bool, costs: CostOptions | None) -> None:
     """For this process, whose engines all draft trees then: vLLM's registries are the process's own.
 
     chains: every request's tree is a chain.  costs: None verifies trees whole.
