@@ -5,17 +5,16 @@ reference drafter by the CPU's runtime, and small models by a GPU's, whose kerne
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from drafters import EMBEDDED_TARGET
+from oracle_runs import KINDS, NUM_REQUESTS, Ran, run_oracle
 from test_serve_trees import hold_equal_states, hold_right_paths
 from transformers import AutoTokenizer
 from tree_probe import run_engines
 from tree_rounds import Round, Spec, Told, Verified
-from tree_targets import Case, greedy_texts, write_dense_case, write_hybrid_case
 
 from data.groups import render
 from data.prompts import load_prompts
@@ -35,7 +34,7 @@ COSTS = {
     "to a cliff": [[MOST_ROWS, 1.0], [512, 1000.0]],
 }
 CHAIN = {"extra_args": {"draftsmith_chain": True}}
-SMALL_ROWS, SMALL_BUDGET, SMALL_REQUESTS, SMALL_TOKENS = 11, 7, 3, 5
+SMALL_ROWS, SMALL_TOKENS = 11, 5
 SMALL_COSTS = [[1, 1.0], [SMALL_ROWS, 1e3], [512, 1e9]]
 """One request alone is best off without drafts; more of them share those that stay below the cliff."""
 
@@ -100,34 +99,12 @@ def share_accepted(verified: list[Verified]) -> float:
     return sum(len(each.path) for each in verified) / sum(each.num_drafts for each in verified)
 
 
-@dataclass(frozen=True)
-class Ran:
-    texts: list[list[int]]
-    """Prompts with the target's own continuation, longer than the answers."""
-    answers: list[list[int]]
-    told: Told
-
-
-@pytest.fixture(scope="module", params=["dense", "hybrid"])
+@pytest.fixture(scope="module", params=KINDS)
 def ran(request, tmp_path_factory) -> Ran:
     """A GPU's runtime.  An oracle's trees are planted; the drafter says how much of them is verified."""
     folder = tmp_path_factory.mktemp(request.param)
-    full = write_dense_case(folder) if request.param == "dense" else write_hybrid_case(folder)
-    case = Case(full.target, full.ckpt, full.prompts[:SMALL_REQUESTS])
-    texts = greedy_texts(case, SMALL_TOKENS + 20)
-    rounds = {
-        "oracle": Round(case.prompts, SMALL_TOKENS, texts=texts, drafts="oracle", keeps_states="of the end")
-    }
-    costs = write_costs(folder, "small", SMALL_COSTS)
-    serve = {"max_num_batched_tokens": 64, "max_num_seqs": SMALL_REQUESTS, "step_costs": costs}
-    models = case.target, case.ckpt, SMALL_BUDGET
-    spec = Spec(*models, rounds, serve, adapts=True, has_gpu_runtime=True)
-    told = run_engines({"small": spec}, folder)["small"]["oracle"]
-    answers = [
-        text[len(prompt) : len(prompt) + SMALL_TOKENS]
-        for prompt, text in zip(case.prompts, texts, strict=True)
-    ]
-    return Ran(texts, answers, told)
+    serve = {"step_costs": write_costs(folder, "small", SMALL_COSTS)}
+    return run_oracle(request.param, folder, SMALL_TOKENS, serve=serve, adapts=True)
 
 
 def test_greedy_text_is_the_targets_own_on_a_gpus_runtime(ran):
@@ -136,7 +113,7 @@ def test_greedy_text_is_the_targets_own_on_a_gpus_runtime(ran):
 
 @pytest.mark.parametrize("part", ["target", "drafter"])
 def test_caches_are_those_of_a_prefill_of_the_committed_tokens(part, ran):
-    hold_equal_states(ran.told, part, SMALL_REQUESTS)
+    hold_equal_states(ran.told, part, NUM_REQUESTS)
 
 
 def test_a_gpus_runtime_verifies_some_of_its_trees_and_accepts_from_them(ran):

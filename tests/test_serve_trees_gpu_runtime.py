@@ -3,45 +3,18 @@
 Small, because Triton's interpreter takes seconds a step.
 """
 
-from dataclasses import dataclass
-
 import pytest
+from oracle_runs import NUM_REQUESTS, Ran, run_oracle
 from test_serve_trees import hold_equal_states, hold_right_paths, num_off_spine
-from tree_probe import run_engines
-from tree_rounds import Round, Spec, Told
-from tree_targets import Case, greedy_texts, write_dense_case, write_hybrid_case
 
 pytestmark = pytest.mark.engine
 
-BUDGET = 7
-# a prompt is computed in chunks, beside the trees of the requests before it
-SERVE = {"max_num_batched_tokens": 64, "max_num_seqs": 3}
-NUM_REQUESTS = 3
 LENGTHS = {"dense": 16, "hybrid": 6}
 
 
-@dataclass(frozen=True)
-class Ran:
-    texts: list[list[int]]
-    """Prompts with the target's own continuation, longer than the answers."""
-    answers: list[list[int]]
-    """The target's own, as long as was asked for."""
-    told: Told
-
-
-@pytest.fixture(scope="module", params=["dense", "hybrid"])
+@pytest.fixture(scope="module", params=LENGTHS)
 def ran(request, tmp_path_factory) -> Ran:
-    folder = tmp_path_factory.mktemp(request.param)
-    full = write_dense_case(folder) if request.param == "dense" else write_hybrid_case(folder)
-    case, length = Case(full.target, full.ckpt, full.prompts[:NUM_REQUESTS]), LENGTHS[request.param]
-    texts = greedy_texts(case, length + 20)
-    oracle = Round(case.prompts, length, texts=texts, drafts="oracle", keeps_states="of the end")
-    spec = Spec(case.target, case.ckpt, BUDGET, {"oracle": oracle}, SERVE, has_gpu_runtime=True)
-    told = run_engines({"gpu": spec}, folder)["gpu"]["oracle"]
-    answers = [
-        text[len(prompt) : len(prompt) + length] for prompt, text in zip(case.prompts, texts, strict=True)
-    ]
-    return Ran(texts, answers, told)
+    return run_oracle(request.param, tmp_path_factory.mktemp(request.param), LENGTHS[request.param], serve={})
 
 
 def test_greedy_text_is_the_targets_own(ran):
