@@ -6,7 +6,7 @@ memory by rows and blocks, never by their product: masks are for a CPU alone, wh
 
 # L=tokens of a sequence  S=context rows  E=taps x hidden  A=blocks  K=slots of a block  Q=block rows (A x K)
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +17,7 @@ from data.shards import Sequence
 from recipes.schema import Drafter, LayerType
 from train.attention import View
 from train.blocks import Blocks, Places, block_places, context_places, join_places, make_blocks
+from train.head import Rows, find_rows
 from train.layout import Layout, lay_out
 from train.objective import final_states
 from train.tiles import Document, Tiling, cut_tiles
@@ -31,6 +32,8 @@ class Batch:
     input_ids_Q: torch.Tensor
     labels_AK: torch.Tensor
     supervised_AK: torch.Tensor
+    rows: Rows
+    """The supervised ones of the block rows, without final states."""
     context: Places
     """Of the context rows, on the host as `blocks`."""
     blocks: Places
@@ -55,18 +58,35 @@ class Batch:
         }
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
-        """On `device`, the taps in `dtype`."""
+        """On `device`, the taps in `dtype`; from pinned memory without waiting for it."""
         final_QD = None if self.final_QD is None else self.final_QD.to(device, dtype, non_blocking=True)
         return replace(
-            self,
+            self._map(lambda part: part.to(device, non_blocking=True)),
             taps_SE=self.taps_SE.to(device, dtype, non_blocking=True),
             final_QD=final_QD,
-            context_positions_S=self.context_positions_S.to(device),
-            block_positions_Q=self.block_positions_Q.to(device),
-            input_ids_Q=self.input_ids_Q.to(device),
-            labels_AK=self.labels_AK.to(device),
-            supervised_AK=self.supervised_AK.to(device),
-            layouts={kind: layout.to(device) for kind, layout in self.layouts.items()},
+        )
+
+    def pin(self) -> "Batch":
+        """In pinned memory, all but the states, which are packed there."""
+        return self._map(torch.Tensor.pin_memory)
+
+    def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """With all else that a device reads moved."""
+        supervised_AK = move(self.supervised_AK)
+        return replace(
+            self,
+            context_positions_S=move(self.context_positions_S),
+            block_positions_Q=move(self.block_positions_Q),
+            input_ids_Q=move(self.input_ids_Q),
+            labels_AK=move(self.labels_AK),
+            supervised_AK=supervised_AK,
+            rows=replace(
+                self.rows,
+                supervised_AK=supervised_AK,
+                places_R=move(self.rows.places_R),
+                labels_R=move(self.rows.labels_R),
+            ),
+            layouts={kind: layout.map(move) for kind, layout in self.layouts.items()},
         )
 
 
@@ -75,7 +95,7 @@ def pack(
 ) -> Batch:
     """One batch of `sequences`, each with its anchors (ascending, at least one).
 
-    pins: its states lie in pinned memory, from which a copy to a GPU does not wait.
+    pins: all of it lies in pinned memory, from which a copy to a GPU does not wait.
     """
     blocks = [
         make_blocks(
@@ -85,13 +105,16 @@ def pack(
     ]
     context_rows = [int(anchors_A[-1]) for anchors_A in anchors]
     context, places, documents = _place(context_rows, blocks, drafter.block_size)
-    return Batch(
+    labels_AK = torch.cat([b.labels_AK for b in blocks])
+    supervised_AK = torch.cat([b.supervised_AK for b in blocks])
+    batch = Batch(
         taps_SE=_join([s.hidden[:rows] for s, rows in zip(sequences, context_rows, strict=True)], pins),
         context_positions_S=context.position,
         block_positions_Q=places.position,
         input_ids_Q=torch.cat([b.input_ids_AK for b in blocks]).flatten(),
-        labels_AK=torch.cat([b.labels_AK for b in blocks]),
-        supervised_AK=torch.cat([b.supervised_AK for b in blocks]),
+        labels_AK=labels_AK,
+        supervised_AK=supervised_AK,
+        rows=find_rows(labels_AK, supervised_AK),
         context=context,
         blocks=places,
         documents=documents,
@@ -102,6 +125,7 @@ def pack(
         num_tokens=sum(len(sequence.token_ids) for sequence in sequences),
         final_QD=_pack_final(sequences, anchors, drafter.block_size, pins),
     )
+    return batch.pin() if pins else batch
 
 
 def _join(parts: Many[torch.Tensor], pins: bool) -> torch.Tensor:

@@ -8,7 +8,7 @@ of context are neighbours.  Nothing here is as long as sequence x anchors; `trai
 
 # A=blocks  K=slots of a block  S=context rows  C=boundaries of context: 0, GRAIN, 2 x GRAIN, ..., S
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,11 +48,13 @@ class Layout:
     def slides(self) -> bool:
         return self.kind == "sliding_attention"
 
-    def to(self, device: torch.device) -> "Layout":
-        first_A, end_A, blocks_C4 = (
-            part.to(device, non_blocking=True) for part in (self.first_A, self.end_A, self.blocks_C4)
-        )
+    def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Layout":
+        """With each tensor moved."""
+        first_A, end_A, blocks_C4 = map(move, (self.first_A, self.end_A, self.blocks_C4))
         return replace(self, first_A=first_A, end_A=end_A, blocks_C4=blocks_C4)
+
+    def to(self, device: torch.device) -> "Layout":
+        return self.map(lambda part: part.to(device, non_blocking=True))
 
 
 def lay_out(

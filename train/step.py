@@ -20,7 +20,6 @@ from recipes.errors import MachineError, UserError
 from recipes.schema import Train
 from train.batches import Batch
 from train.feed import MicroBatch
-from train.head import find_rows
 from train.objective import (
     Objective,
     accepted_per_block,
@@ -146,8 +145,7 @@ class Learner:
         """chosen_A: numbers of the blocks that the pairwise head learns from."""
         batch = batch.to(self.ranks.device, TORCH_DTYPES[self.train.precision])
         labels_AK, supervised_AK = batch.labels_AK, batch.supervised_AK
-        # before the drafter is under way, since it waits for the device
-        rows = find_rows(labels_AK, supervised_AK, self._final_states_of(batch))
+        rows = replace(batch.rows, final_QD=self._final_states_of(batch))
         hidden_QD = self.engine(
             batch.taps_SE,
             batch.context_positions_S,
