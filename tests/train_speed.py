@@ -12,6 +12,7 @@ Parts of a step: kernels of one more step under torch's profiler, each by what i
 
 import json
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -320,12 +321,14 @@ def measure(
 ) -> None:
     """Prints a table, and a line of JSON."""
     shards = make_shards(scale, recipe, tokens, learner.ranks.device)
-    coming = feed(shards, recipe, range(steps + 3))
+    coming = feed(shards, recipe, range(steps + 4))
     timed = time_steps(learner, coming, 2, steps)
+    num_waits = count_waits(learner, next(coming))
     micro_batches = next(coming)
     spent = profile_step(learner, micro_batches)
     flops = sum(count_flops(micro, recipe.drafter, scale) for micro in micro_batches)
     told = tell(timed, recipe, scale, tokens, flops)
+    told |= {"waits": f"{num_waits} times a step has the host wait for the device"}
     parts = split_step(timed, spent)
     show(["", ""], told.items())
     show(["ms", "of a step"], ((f"{ms:,.1f}", part) for part, ms in parts.items()))
@@ -338,6 +341,19 @@ def feed(shards: RandomShards, recipe: Recipe, steps: range) -> Iterator[list[Mi
     pins = torch.cuda.is_available()
     reader = Feed(shards, recipe.train, recipe.drafter, 0, 1, pins=pins)  # type: ignore[arg-type]
     return read_ahead(reader.read_step, steps)
+
+
+def count_waits(learner: Learner, micro_batches: list[MicroBatch]) -> int:
+    """Of one step on a GPU, as torch notices them."""
+    if not torch.cuda.is_available():
+        learner.learn(micro_batches, LEARNING_RATE)
+        return 0
+    with warnings.catch_warnings(record=True) as noticed:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        learner.learn(micro_batches, LEARNING_RATE)
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(each.message) for each in noticed)
 
 
 def tell(timed: Timed, recipe: Recipe, scale: Scale, tokens: int, flops: float) -> dict[str, str]:
