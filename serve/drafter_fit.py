@@ -16,7 +16,7 @@ from serve.headers import TensorHeader
 
 STORED_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # config.json's word -> safetensors'
 MOST_SELECTED = 256
-"""Candidates of a slot that trees can grow on (`serve.tree_batch_kernels.grow_trees`)."""
+"""Candidates of a slot that trees can grow on (`serve.tree_grow_kernels.grow_trees`)."""
 _SHOWN_DIFFERENCES = 5
 
 

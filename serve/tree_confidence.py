@@ -41,6 +41,12 @@ class Calibration:
         promised_K = (_PRIOR_NODES * of_node_K).long()
         return cls(promised_K, promised_K.clone(), (_MOST_NODES * of_node_K).long())
 
+    def restart(self) -> None:
+        """In place, since graphs hold the addresses."""
+        fresh = self.begin(self.promised_K.device)
+        self.promised_K.copy_(fresh.promised_K)
+        self.accepted_K.copy_(fresh.accepted_K)
+
     def correct(self, scores_BN: torch.Tensor) -> torch.Tensor:
         """Probabilities that nodes with these scores (log-probabilities of their paths) are accepted. fp32
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from compare_objectives import TINY_RECIPE, begin_drafting, make_requests, measure
+from compare_objectives import TINY_RECIPE, begin_drafting, engine_environment, make_requests, measure
 from objective_scores import Counts, Way, estimate, estimate_gain, read_counts, settings_of, tell_counts
 from rich.box import MARKDOWN
 from rich.console import Console
@@ -32,7 +32,6 @@ from recipes.manifest import write_json
 from recipes.schema import Recipe
 from serve.checkpoint import read_drafter_config
 from serve.drafter_config import PAIRWISE_NAME, parse_config
-from serve.engine import child_environment, is_cuda
 from serve.generation import Drafting
 
 IN_ENGINE = "--engine"
@@ -89,14 +88,6 @@ def measure_all(recipe: Recipe, budgets: Sequence[int], arguments: Sequence[str]
         way: {name: read_counts(each) for name, each in of_way.items()}
         for way, of_way in zip(all_ways, told, strict=True)
     }
-
-
-def engine_environment(at_once: int) -> dict[str, str]:
-    """Of one of so many, which share a CPU's threads."""
-    environment = child_environment()
-    if not is_cuda():
-        environment["OMP_NUM_THREADS"] = str(max(1, int(environment["OMP_NUM_THREADS"]) // at_once))
-    return environment
 
 
 def measure_apart(arguments: Sequence[str], environment: dict[str, str]) -> Told:

@@ -214,12 +214,17 @@ def training_tasks(comparison: Comparison, jobs: int) -> Iterator[Task]:
             yield Task(f"{entrant.name}, training", script, arguments, environment, log)
 
 
-def measuring_tasks(comparison: Comparison, jobs: int) -> Iterator[Task]:
-    """One for each budget: an engine's start takes longer than its measuring."""
+def engine_environment(at_once: int) -> dict[str, str]:
+    """Of one of so many, which share a CPU's threads."""
     environment = child_environment()
     if not is_cuda():
-        threads = int(environment["OMP_NUM_THREADS"]) // min(jobs, len(BUDGETS))
-        environment["OMP_NUM_THREADS"] = str(max(1, threads))
+        environment["OMP_NUM_THREADS"] = str(max(1, int(environment["OMP_NUM_THREADS"]) // at_once))
+    return environment
+
+
+def measuring_tasks(comparison: Comparison, jobs: int) -> Iterator[Task]:
+    """One for each budget: an engine's start takes longer than its measuring."""
+    environment = engine_environment(min(jobs, len(BUDGETS)))
     for budget in BUDGETS:
         recipes = [comparison.recipe_of(entrant) for entrant in comparison.entrants]
         folders = [

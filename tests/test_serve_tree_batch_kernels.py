@@ -9,168 +9,25 @@ import numpy as np
 import pytest
 import torch
 from kernel_compile import run_apart
+from tree_draws import DEVICE, IS_CUDA, SLOTS, assert_same, draw_scores, draw_trees
 
 from serve import tree_batch
-from serve.tree import ROOT, Tree, grow_tree
+from serve.tree import ROOT
 from serve.tree_attention import pack_sees
-from serve.tree_batch import Topology, TreeBatch, see_ancestors
+from serve.tree_batch import Topology, see_ancestors
 from serve.tree_batch_kernels import (
     Committed,
     StepBuffers,
     allocate_step,
-    grow_trees,
     lay_out_step,
     lay_out_step_slowly,
-    plant_trees,
     walk_and_commit,
 )
 from serve.tree_slots import commit_tokens
 
-IS_CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if IS_CUDA else "cpu"  # on a CPU the kernels are interpreted
 SHARED_BYTES = 99 * 1024  # that sm_86 gives one block of threads
-GROWN, PLANTED, STEPS = range(120), range(400, 415), range(300, 330)
+STEPS = range(300, 330)
 PACKED, WALKED = range(100, 150), range(200, 250)
-SLOTS = 11
-
-
-def assert_same(found: object, expected: object) -> None:
-    """Every tensor of two dataclasses, and of those in them."""
-    for name, mine in vars(found).items():
-        other = getattr(expected, name)
-        if isinstance(mine, torch.Tensor):
-            is_float = mine.dtype.is_floating_point
-            assert torch.equal(mine if is_float else mine.long(), other if is_float else other.long()), name
-        else:
-            assert_same(mine, other)
-
-
-# Growing
-
-
-def draw_scores(
-    rng: np.random.Generator, batch: int, num_slots: int, num_candidates: int, kind: str
-) -> torch.Tensor:
-    """Log-probabilities: coarse ones, so that ties are common, or fine ones; some are forbidden."""
-    shape = (batch, num_slots, 1 if kind == "marginal" else num_candidates, num_candidates)
-    scores = -rng.exponential(1.0, shape).astype(np.float32)
-    grain = np.float32(rng.choice([1, 0.5, 0.25, 0]))
-    if grain:
-        scores = np.round(scores / grain) * grain
-    if rng.integers(3) == 0:
-        scores[rng.random(shape) < rng.choice([0.1, 0.6])] = -np.inf
-    if kind != "unsorted":
-        scores = np.sort(scores, axis=-1)[..., ::-1].copy()  # best first, as a drafter gives them
-    return torch.from_numpy(scores).to(DEVICE).expand(-1, -1, num_candidates, -1)
-
-
-def draw_case(seed: int, most_nodes: int = 64) -> tuple[torch.Tensor, int]:
-    """Scores and a budget; most_nodes: of the batch together."""
-    rng = np.random.default_rng(seed)
-    num_slots = int(rng.choice([1, 2, 3, 7, 15, 16]))
-    budget = [1, num_slots, 4, 15, 31, 63][seed % 6]
-    batch = int(rng.integers(1, 1 + max(1, min(9, most_nodes // budget))))
-    num_candidates = min(budget, int(rng.choice([1, 2, 3, 5, 16, 63])))
-    if rng.integers(4) == 0:
-        num_candidates += 2  # more than a tree can use of sorted ones
-    kind = str(rng.choice(["marginal", "sorted", "unsorted"]))
-    return draw_scores(rng, batch, num_slots, num_candidates, kind), budget
-
-
-def unbatch(trees: TreeBatch, row: int) -> Tree:
-    count = int(trees.num_nodes_B[row])
-    parts = (trees.parents_BN, trees.depths_BN, trees.candidates_BN, trees.scores_BN)
-    return Tree(*(tuple(part[row, :count].tolist()) for part in parts))
-
-
-@pytest.mark.parametrize("seed", GROWN)
-def test_the_kernels_trees_are_the_twins_and_the_heaps(seed):
-    scores, budget = draw_case(seed)
-    trees = grow_trees(scores, budget)
-    expected = tree_batch.grow_trees(scores, budget)
-    assert_same(trees, expected)
-    assert trees.parents_BN.dtype == trees.num_nodes_B.dtype == torch.int64
-    for row, one in enumerate(scores.cpu().numpy()):
-        assert unbatch(trees, row) == grow_tree(one, budget)
-
-
-def test_the_drawn_scores_are_of_every_kind():
-    cases = [draw_case(seed) for seed in GROWN]
-    trees = [tree_batch.grow_trees(scores, budget) for scores, budget in cases]
-    ties = [tree.scores_BN.diff(dim=1) == 0 for tree in trees]
-    assert sum(len(scores) for scores, _ in cases) > 350
-    assert {len(scores) for scores, _ in cases} == set(range(1, 10))
-    assert sum(bool(tie.any()) for tie in ties) > 40
-    assert sum(bool((tree.scores_BN == -torch.inf).any()) for tree in trees) > 20
-    assert sum(scores.stride(2) == 0 for scores, _ in cases) > 20
-    assert sum(bool((scores.diff(dim=3) > 0).any()) for scores, _ in cases) > 20
-
-
-def test_sums_that_rounding_makes_equal_leave_the_lower_candidate_first():
-    """The second slot's candidates differ by less than the first's score can hold."""
-    scores = torch.full((1, 2, 2, 2), -64.0, device=DEVICE)
-    scores[0, 1, 0] = torch.tensor([-3e-7, -1e-7])
-    trees = grow_trees(scores, 4)
-    assert_same(trees, tree_batch.grow_trees(scores, 4))
-    assert trees.candidates_BN[0].tolist() == [0, 1, 0, 1]
-    assert trees.parents_BN[0].tolist() == [ROOT, ROOT, 0, 0]
-
-
-def test_scores_of_any_strides_give_the_same_trees():
-    scores, budget = draw_case(33)
-    axes = (3, 1, 0, 2)
-    strided = scores.permute(axes).contiguous().permute(tuple(np.argsort(axes)))
-    assert not strided.is_contiguous()
-    assert_same(grow_trees(strided, budget), grow_trees(scores.contiguous(), budget))
-
-
-# Planting
-
-
-def draw_trees(seed: int) -> tuple[TreeBatch, int]:
-    scores, _ = draw_case(seed, most_nodes=300)
-    budget = [1, 15, 31, 63][seed % 4]
-    return tree_batch.grow_trees(scores, budget), scores.shape[1]
-
-
-@pytest.mark.parametrize("names_chain", [False, True])
-@pytest.mark.parametrize("seed", PLANTED)
-def test_a_planted_tree_or_chain_has_the_tokens_of_its_candidates(seed, names_chain):
-    trees, num_slots = draw_trees(seed)
-    rng = np.random.default_rng(seed)
-    batch, budget = trees.parents_BN.shape
-    most = 1 + int(trees.candidates_BN.max())
-    tokens_BLC = torch.from_numpy(rng.integers(1, 1000, (batch, most, num_slots))).to(DEVICE).transpose(1, 2)
-    is_chain_S = torch.from_numpy(rng.random(SLOTS) < 0.4).to(DEVICE)
-    slots_B = torch.from_numpy(rng.permutation(SLOTS)[:batch].astype(np.int32)).to(DEVICE)
-    slots_B[-1] -= SLOTS * (seed % 2)  # padding
-    strided_B = slots_B.repeat_interleave(3)[::3]
-    planted = Topology(
-        *(torch.full(shape, -5, device=DEVICE) for shape in 2 * [(SLOTS, budget)] + [(SLOTS,)])
-    )
-    expected = Topology(*(part.clone() for part in vars(planted).values()))
-    chain_BL = torch.from_numpy(rng.integers(0, most, (batch, num_slots))).to(DEVICE) if names_chain else None
-    found_BN = plant_trees(trees, tokens_BLC, is_chain_S, strided_B, planted, chain_BL)
-    for request, slot in enumerate(slots_B.tolist()):
-        if slot < 0:
-            continue
-        if is_chain_S[slot]:
-            chain = chain_BL[request].tolist() if names_chain else [0] * num_slots
-            tokens = [int(tokens_BLC[request, place, candidate]) for place, candidate in enumerate(chain)]
-            text = [*tokens, *[0] * budget][:budget]
-            expected.parents_BN[slot] = torch.arange(budget) - 1
-            expected.depths_BN[slot] = torch.arange(budget) + 1
-            expected.num_nodes_B[slot] = num_slots
-        else:
-            places = zip(
-                trees.depths_BN[request].tolist(), trees.candidates_BN[request].tolist(), strict=True
-            )
-            text = [int(tokens_BLC[request, max(depth - 1, 0), candidate]) for depth, candidate in places]
-            expected.parents_BN[slot] = trees.parents_BN[request]
-            expected.depths_BN[slot] = trees.depths_BN[request]
-            expected.num_nodes_B[slot] = trees.num_nodes_B[request]
-        assert found_BN[request].tolist() == text
-    assert_same(planted, expected)  # other slots are left alone
 
 
 # Steps
@@ -498,23 +355,6 @@ def test_chunks_of_a_step_commit_what_the_whole_does():
 
 
 @pytest.mark.skipif(not IS_CUDA, reason="needs a GPU")
-@pytest.mark.parametrize("budget", [15, 31, 63])
-@pytest.mark.parametrize("kind", ["marginal", "sorted", "unsorted"])
-def test_a_graph_replays_growth_of_a_large_batch(kind, budget):
-    rng = np.random.default_rng(budget)
-    draws = [draw_scores(rng, 128, 15, budget, kind) for _ in range(3)]
-    scores = draws[0].clone()
-    grow_trees(scores, budget)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        trees = grow_trees(scores, budget)
-    for other in draws:
-        scores.copy_(other)
-        graph.replay()
-        assert_same(trees, tree_batch.grow_trees(other, budget))
-
-
-@pytest.mark.skipif(not IS_CUDA, reason="needs a GPU")
 def test_a_graph_replays_the_layout_and_the_commit_of_other_drafts():
     step, verified = draw_step(304), draw_verified(304)
     buffers = step.empty()
@@ -564,12 +404,7 @@ def shared_bytes(kernel, capability, warps, **sizes):
     target = GPUTarget("cuda", capability, 32)
     return triton.compile(source, target=target, options={"num_warps": warps}).metadata.shared
 
-ones = dict(num_slots=1, num_candidates=1, budget=1)  # which Triton makes constants of
 for capability in (86, 90):
-    print(shared_bytes(kernels._grow_kernel, capability, 1, TILE_PARENTS=1, TILE_CANDIDATES=1, **ones))
-    print(shared_bytes(kernels._grow_kernel, capability, 1, TILE_PARENTS=16, TILE_CANDIDATES=16))
-    print(shared_bytes(kernels._grow_kernel, capability, 8, TILE_PARENTS=64, TILE_CANDIDATES=64))
-    print(shared_bytes(kernels._plant_kernel, capability, 1))
     print(shared_bytes(kernels._commit_kernel, capability, 1))
     print(shared_bytes(kernels._lay_out_kernel, capability, 1, AXES=3))
 """
@@ -577,5 +412,5 @@ for capability in (86, 90):
 
 def test_the_kernels_compile_for_sm_86_and_sm_90(tmp_path):
     shared = [number for (number,) in run_apart(COMPILE, tmp_path)]
-    assert len(shared) == 12
+    assert len(shared) == 4
     assert max(shared) <= SHARED_BYTES

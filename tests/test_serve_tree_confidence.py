@@ -96,6 +96,17 @@ def test_what_is_long_past_is_forgotten():
     assert float(calibration.correct(scores_BN)[0, 0]) < 0.01
 
 
+def test_another_drafter_begins_anew_where_graphs_read():
+    calibration, fresh = Calibration.begin(DEVICE), Calibration.begin(DEVICE)
+    places = [part.data_ptr() for part in vars(calibration).values()]
+    calibration.observe(draw_scores(5, 8, 15), *draw_paths(5, 8, 15, 7))
+    assert not torch.equal(calibration.promised_K, fresh.promised_K)
+    calibration.restart()
+    assert torch.equal(calibration.promised_K, fresh.promised_K)
+    assert torch.equal(calibration.accepted_K, fresh.accepted_K)
+    assert [part.data_ptr() for part in vars(calibration).values()] == places
+
+
 def test_the_order_of_adding_changes_nothing():
     """Or the ranks of an engine would choose differently."""
     scores_BN = draw_scores(11, 40, 31)

@@ -82,7 +82,7 @@ class Case:
 
     def layout(self) -> Layout:
         layout = lay_out(self.kind, self.window, self.blocks, self.documents, self.block_size)
-        return layout.to(DEVICE)
+        return layout.map(lambda part: part.to(DEVICE))
 
     def tiling(self):
         return cut_tiles(
@@ -256,7 +256,7 @@ def test_an_argument_off_by_one_is_seen(case, spoil):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_layout_is_the_rule(case):
     """Stretches, and the blocks that see any or all of a tile of context, against the dense mask."""
-    layout = case.layout().to(torch.device("cpu"))
+    layout = case.layout().map(torch.Tensor.cpu)
     num_context, block_size = len(case.context.position), case.block_size
     seen_QS = case.mask[:, :num_context]
     row, slot = torch.arange(len(seen_QS)) // block_size, torch.arange(len(seen_QS)) % block_size

@@ -53,9 +53,6 @@ class Layout:
         first_A, end_A, blocks_C4 = map(move, (self.first_A, self.end_A, self.blocks_C4))
         return replace(self, first_A=first_A, end_A=end_A, blocks_C4=blocks_C4)
 
-    def to(self, device: torch.device) -> "Layout":
-        return self.map(lambda part: part.to(device, non_blocking=True))
-
 
 def lay_out(
     kind: LayerType, window: int, blocks: Places, documents: Sequence[Document], block_size: int

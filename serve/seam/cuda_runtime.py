@@ -22,9 +22,7 @@ from serve.tree_batch import Topology, TreeBatch, WalkBatch
 from serve.tree_batch_kernels import (
     Committed,
     allocate_step,
-    grow_trees,
     lay_out_step,
-    plant_trees,
     walk_and_commit,
 )
 from serve.tree_cache_kernels import (
@@ -36,6 +34,7 @@ from serve.tree_cache_kernels import (
 )
 from serve.tree_candidates_kernels import rank_candidates
 from serve.tree_gdn_commit_kernels import KeptLayers, allocate_kept, commit_layers_
+from serve.tree_grow_kernels import grow_trees, plant_trees
 from serve.tree_step import Extent, view_trees
 
 

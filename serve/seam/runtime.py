@@ -169,6 +169,11 @@ class TreeRuntime:
         slots_B = step.input_batch.idx_mapping
         self.confidence.observe(slots_B, self._num_verified(step), step.walk.path_BL)
 
+    def begin_anew(self) -> None:
+        """Another drafter was loaded: what was seen of the one before says nothing of it."""
+        if self.confidence is not None:
+            self.confidence.calibration.restart()
+
     def _num_verified(self, step: Step) -> torch.Tensor:
         """Nodes of each request's tree. [B]"""
         assert step.trees is not None

@@ -46,6 +46,9 @@ def attach_swap(worker: Any, served: Served) -> None:
         load_drafter(worker.model_runner, tensors, was_packed=is_cpu)
         if getattr(speculator, "pairwise", None) is not None:
             speculator.pairwise.copy_(head)
+        runtime = getattr(speculator, "runtime", None)
+        if runtime is not None:
+            runtime.begin_anew()
         return {"loaded": folder}
 
     worker.swap_drafter = swap_drafter
