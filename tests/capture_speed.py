@@ -10,14 +10,13 @@ Weights are dummies, so nothing is accepted and a tree's step is one token a req
 """
 
 import json
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
@@ -25,6 +24,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from engine_children import Child, running, serve_orders
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -41,7 +41,6 @@ REPOSITORY = Path(__file__).parent.parent
 FLAGSHIP = REPOSITORY / "recipes" / "qwen36_dflash.yaml"
 DECODINGS = ("plain", "trees")
 GRAPH_SIZES = [1, 32, 512]
-ANSWER = "answer:"  # before each line of an engine's that is one
 
 
 @dataclass(frozen=True)
@@ -87,14 +86,6 @@ def write_weights(ckpt: Path) -> None:
 # An engine's process
 
 
-def serve_orders(folder: Path, kind: str, work: Work) -> None:
-    """Answers each line of the input, a name of a method of `Bench`, with a line of JSON."""
-    bench = Bench(folder, kind, work)
-    print(ANSWER, json.dumps("started"), flush=True)
-    for line in sys.stdin:
-        print(ANSWER, json.dumps(getattr(bench, line.strip())()), flush=True)
-
-
 class Bench:
     def __init__(self, folder: Path, kind: str, work: Work) -> None:
         from data.groups import Rendered  # noqa: PLC0415 - once the environment is right
@@ -102,12 +93,12 @@ class Bench:
         from serve import generation  # noqa: PLC0415
 
         self._recipe, self._work, self._ckpt = read_recipe(folder, work), work, folder / "drafter"
-        self._drafts = kind.startswith("trees")
-        _start_as_benched(generation, captures=kind.endswith("captured"))
+        self._captures = kind.endswith("captured")
+        _start_as_benched(generation, captures=self._captures)
         shards = folder / kind.replace(", ", "-")
         shards.mkdir()
         self._shards = shards
-        drafting = generation.Drafting(self._ckpt, 15) if self._drafts else None
+        drafting = generation.Drafting(self._ckpt, 15) if kind.startswith("trees") else None
         self._maker = ShardMaker(self._recipe, shards, shards / "spool", lambda *_: None, drafting)
         self._count = 0
         self._rendered = Rendered
@@ -137,6 +128,15 @@ class Bench:
         for each in made:
             (self._shards / each.entry.file).unlink()
         return seconds, sum(each.emitted_tokens for each in made), last
+
+    def warm(self) -> None:
+        """As many requests as run at once, and where states are captured a shard of them, too."""
+        of_shard, shards = self._work.of_shard, self._work.shards
+        self._work = replace(self._work, of_shard=self._work.requests, shards=1)
+        self.answer()
+        if self._captures:
+            self.make()
+        self._work = replace(self._work, of_shard=of_shard, shards=shards)
 
     def swap(self) -> float:
         """Seconds; the second time nothing is compiled."""
@@ -210,47 +210,9 @@ def used_gib() -> float:
 # The parent
 
 
-class Child:
-    def __init__(self, folder: Path, kind: str, work: Work) -> None:
-        self.kind = kind
-        self._log = (folder / f"{kind}.log").open("w+")
-        command = [sys.executable, __file__, "--engine", str(folder), kind, json.dumps(asdict(work))]
-        self._process = subprocess.Popen(
-            command,
-            env=child_environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-
-    def hear(self) -> Any:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(ANSWER):
-                return json.loads(line.removeprefix(ANSWER))
-        self._log.seek(0)
-        raise SystemExit(f"{self.kind}:\n{self._log.read()[-4000:]}")
-
-    def ask(self, order: str) -> Any:
-        assert self._process.stdin is not None
-        print(order, file=self._process.stdin, flush=True)
-        return self.hear()
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-@contextmanager
-def running(folder: Path, kinds: Sequence[str], work: Work) -> Iterator[list[Child]]:
-    with ExitStack() as stack:
-        children = [Child(folder, kind, work) for kind in kinds]
-        for child in children:
-            stack.callback(child.end)
-        for child in children:
-            child.hear()
-        yield children
+def start(folder: Path, kind: str, work: Work) -> Child:
+    command = [__file__, "--engine", str(folder), kind, json.dumps(asdict(work))]
+    return Child(kind, command, folder / f"{kind}.log", child_environment())
 
 
 def main(
@@ -258,7 +220,7 @@ def main(
     requests: int = 32,
     prompt: int = 256,
     new: int = 256,
-    repeats: Annotated[int, typer.Option(help="Timed times of each, after one that warms up.")] = 2,
+    repeats: Annotated[int, typer.Option(help="Of each, once it is warm.")] = 2,
     shard: Annotated[int | None, typer.Option(help="Requests of a shard; left out: 2 x requests.")] = None,
     shards: Annotated[int, typer.Option(help="That are made in a row.")] = 4,
     decoding: Annotated[list[str] | None, typer.Option(help="One or both of plain and trees.")] = None,
@@ -270,7 +232,8 @@ def main(
         write_models(folder, layers)
         write_weights(folder / "drafter")
         for each in decoding or DECODINGS:
-            with running(folder, [each, f"{each}, captured"], work) as (without, captured):
+            without, captured = (start(folder, kind, work) for kind in (each, f"{each}, captured"))
+            with running([without, captured]):
                 show(measure([without, captured], repeats), each, work)
                 without.end()  # memory is told of the whole GPU
                 if each == "trees":
@@ -297,15 +260,16 @@ class Measured:
 def measure(children: Sequence[Child], repeats: int) -> dict[tuple[str, str], Measured]:
     """Of (kind, order); in turn, so that a slow minute is everyone's."""
     samples: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for repeat in range(repeats + 1):
+    for child in children:
+        child.ask("warm")
+    for _ in range(repeats):
         for child in children:
-            for order in ("answer", "make") if child.kind.endswith("captured") else ("answer",):
+            for order in ("answer", "make") if child.name.endswith("captured") else ("answer",):
                 seconds, tokens, *last = child.ask(order)
                 print(
-                    f"{child.kind}, {order}: {tokens / seconds:,.0f} tokens a second", *last, file=sys.stderr
+                    f"{child.name}, {order}: {tokens / seconds:,.0f} tokens a second", *last, file=sys.stderr
                 )
-                if repeat:
-                    samples.setdefault((child.kind, order), []).append((tokens / seconds, sum(last)))
+                samples.setdefault((child.name, order), []).append((tokens / seconds, sum(last)))
     return {key: Measured(*map(median, zip(*values, strict=True))) for key, values in samples.items()}
 
 
@@ -329,6 +293,6 @@ def show(measured: dict[tuple[str, str], Measured], decoding: str, work: Work) -
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--engine"]:
         place, decoding, given = sys.argv[2:]
-        serve_orders(Path(place), decoding, Work(**json.loads(given)))
+        serve_orders(partial(Bench, Path(place), decoding, Work(**json.loads(given))))
     else:
         typer.run(main)

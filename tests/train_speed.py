@@ -321,7 +321,7 @@ def measure(
 ) -> None:
     """Prints a table, and a line of JSON."""
     shards = make_shards(scale, recipe, tokens, learner.ranks.device)
-    coming = feed(shards, recipe, range(steps + 4))
+    coming = feed(learner, shards, recipe, range(steps + 4))
     timed = time_steps(learner, coming, 2, steps)
     num_waits = count_waits(learner, next(coming))
     micro_batches = next(coming)
@@ -337,10 +337,11 @@ def measure(
     print(json.dumps({"device": device_name(), **told, "parts_ms": parts}))
 
 
-def feed(shards: RandomShards, recipe: Recipe, steps: range) -> Iterator[list[MicroBatch]]:
+def feed(learner: Learner, shards: RandomShards, recipe: Recipe, steps: range) -> Iterator[list[MicroBatch]]:
+    """As `train.loop` does."""
     pins = torch.cuda.is_available()
     reader = Feed(shards, recipe.train, recipe.drafter, 0, 1, pins=pins)  # type: ignore[arg-type]
-    return read_ahead(reader.read_step, steps)
+    return read_ahead(lambda step: learner.send_first(reader.read_step(step)), steps)
 
 
 def count_waits(learner: Learner, micro_batches: list[MicroBatch]) -> int:
@@ -399,7 +400,7 @@ def sweep(learner: Learner, scale: Scale, load: Callable[[int], Recipe]) -> None
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         shards = make_shards(scale, recipe, tokens, learner.ranks.device)
-        coming = feed(shards, recipe, range(2 * SWEEP_STEPS))
+        coming = feed(learner, shards, recipe, range(2 * SWEEP_STEPS))
         timed = time_steps(learner, coming, SWEEP_STEPS, SWEEP_STEPS)
         sequences, block_size = recipe.train.sequences_per_step, recipe.drafter.block_size
         context, rows = sequences * tokens, sequences * anchors * block_size

@@ -22,6 +22,8 @@ from train.layout import Layout, lay_out
 from train.objective import final_states
 from train.tiles import Document, Tiling, cut_tiles
 
+Move = Callable[[torch.Tensor], torch.Tensor]
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -58,23 +60,23 @@ class Batch:
         }
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
-        """On `device`, the taps in `dtype`; from pinned memory without waiting for it."""
-        final_QD = None if self.final_QD is None else self.final_QD.to(device, dtype, non_blocking=True)
-        return replace(
-            self._map(lambda part: part.to(device, non_blocking=True)),
-            taps_SE=self.taps_SE.to(device, dtype, non_blocking=True),
-            final_QD=final_QD,
+        """On `device`, the states in `dtype`; from pinned memory without waiting for it."""
+        return self.map(
+            lambda part: part.to(device, non_blocking=True),
+            lambda states: states.to(device, dtype, non_blocking=True),
         )
 
     def pin(self) -> "Batch":
         """In pinned memory, all but the states, which are packed there."""
-        return self._map(torch.Tensor.pin_memory)
+        return self.map(torch.Tensor.pin_memory, lambda states: states)
 
-    def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        """With all else that a device reads moved."""
+    def map(self, move: Move, move_states: Move) -> "Batch":
+        """With all that a device reads moved."""
         supervised_AK = move(self.supervised_AK)
         return replace(
             self,
+            taps_SE=move_states(self.taps_SE),
+            final_QD=None if self.final_QD is None else move_states(self.final_QD),
             context_positions_S=move(self.context_positions_S),
             block_positions_Q=move(self.block_positions_Q),
             input_ids_Q=move(self.input_ids_Q),

@@ -12,8 +12,8 @@ The architecture is that of Qwen3.5/3.6's text model: three Gated-DeltaNet layer
 layer, partial rotary embedding, untied embeddings; the embedded one has the smallest widths that vLLM's CPU
 kernels take.  The corpus is the Python source that this machine holds (`data/python_source.py`), read
 when the script runs; held-out standard-library files are never trained on.  Beside the weights it writes
-`training.json`: seed, corpus, losses and samples.  transformers' own torch form of the delta rule does the
-work; flash-linear-attention 0.6 refuses its backward on Hopper with Triton 3.4 to 3.7.0 (its issue 640).
+`training.json`: seed, corpus, losses and samples.  `train/delta_rule.py` does the delta rule's work;
+flash-linear-attention 0.6 refuses its backward on Hopper with Triton 3.4 to 3.7.0 (its issue 640).
 """
 
 # R=rows  T=tokens in a row  V=vocabulary
@@ -42,6 +42,7 @@ from data.python_source import (
     standard_library,
     standard_library_files,
 )
+from train.delta_rule import quick_delta_layers
 
 END_OF_TEXT, TURN_START, TURN_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
 # The mask token never occurs in text: drafters borrow its embedding row.  The others keep their usual ChatML
@@ -429,6 +430,7 @@ def main(  # noqa: PLR0913, PLR0917
     init: Annotated[Path | None, typer.Option(help="go on from these weights, with their tokenizer")] = None,
     cache: Annotated[Path, typer.Option(help="the tokenized corpus is kept here")] = Path("runs/code_corpus"),
     files: Annotated[int | None, typer.Option(help="read at most, for a rehearsal")] = None,
+    tells: Annotated[bool, typer.Option(help="held-out losses and samples, a minute of a GPU")] = True,
 ) -> None:
     warmup_steps = min(200, steps // 10 + 1)
     schedule = Schedule(
@@ -457,7 +459,8 @@ def main(  # noqa: PLR0913, PLR0917
     else:
         model = Qwen3_5ForCausalLM(architecture(SIZES[size])).to(device)
     began = time.perf_counter()
-    losses = train(model, corpus, schedule)
+    with quick_delta_layers():
+        losses = train(model, corpus, schedule)
     seconds = time.perf_counter() - began
     model.eval()
     save(model, tokenizer, out)
@@ -470,7 +473,7 @@ def main(  # noqa: PLR0913, PLR0917
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
         "seconds": round(seconds, 1),
         "loss": {"first": losses[0], "last_100": sum(losses[-100:]) / len(losses[-100:])},
-        **report(model, tokenizer, corpus, prepared, seed),
+        **(report(model, tokenizer, corpus, prepared, seed) if tells else {}),
     }
     (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps({k: v for k, v in record.items() if k != "corpus"}, indent=1))

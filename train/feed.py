@@ -19,6 +19,7 @@ from recipes.errors import UserError
 from recipes.schema import Drafter, Train
 from train.batches import Batch, pack
 from train.blocks import anchor_candidates, draw_anchors
+from train.sending import Sent
 
 Item = TypeVar("Item")
 
@@ -113,7 +114,10 @@ class Coverage:
 class MicroBatch:
     visits: tuple[Visit, ...]
     batch: Batch
+    """On the host."""
     coverage: Coverage = Coverage()
+    sent: Sent | None = None
+    """The batch, where it is on its way already."""
 
     def sick_visits(self) -> list[Visit]:
         """Those whose tap states are not all finite."""

@@ -174,7 +174,8 @@ def _take_steps(
     reporter: Reporter | None,
 ) -> Progress:
     window = Window()
-    for step, micro_batches in zip(steps, window.timed(read_ahead(feed.read_step, steps)), strict=True):
+    coming = read_ahead(lambda step: learner.send_first(feed.read_step(step)), steps)
+    for step, micro_batches in zip(steps, window.timed(coming), strict=True):
         learning_rate = learning_rate_at(step, train.steps, train.optimizer)
         totals = learner.learn(micro_batches, learning_rate, _head_learning_rate_at(step, train))
         window.add(totals, micro_batches)

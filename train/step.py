@@ -9,6 +9,7 @@ step is split changes nothing.  No clocks, files or curves here.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import NoReturn
 
@@ -29,6 +30,7 @@ from train.objective import (
 )
 from train.pairwise_companion import Companion, KeptBlocks, Taught, keep_blocks
 from train.ranks import Ranks
+from train.sending import Sender
 from train.target_parts import TargetParts
 from train.zero import TORCH_DTYPES, take_step
 
@@ -97,10 +99,19 @@ class Learner:
     def objective(self) -> Objective:
         return Objective(self.train.objective)
 
+    @cached_property
+    def sender(self) -> Sender:
+        return Sender(self.ranks.device, TORCH_DTYPES[self.train.precision])
+
+    def send_first(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """With the first of a step on its way, before the step before is done."""
+        first, *rest = micro_batches
+        return [replace(first, sent=self.sender.send(first.batch)), *rest]
+
     def rehearse(self, batch: Batch) -> None:
         """Forward and backward of `batch` with its loss counted for nothing: all the memory, no gradient."""
         chosen_A = None if self.companion is None else self.companion.choose_first(batch)
-        scored = self._score(batch, chosen_A)
+        scored = self._score(self.sender.send(batch).receive(), chosen_A)
         self.engine.backward(scored.loss_sum * 0.0)
         share = self.train.sequences_per_step // self.ranks.world_size
         self._teach([scored] * (share // self.train.micro_batch_sequences))
@@ -119,7 +130,8 @@ class Learner:
         assert (head_learning_rate is None) == (self.companion is None), head_learning_rate
         weight_sum = float(self.ranks.sum(self._weight_of(micro_batches)))
         share = self.ranks.world_size / weight_sum
-        scored = [self._backward(micro.batch, share, self._choose(micro)) for micro in micro_batches]
+        batches = self.sender.send_ahead(micro.sent or micro.batch for micro in micro_batches)
+        scored = [self._backward(next(batches), share, self._choose(micro)) for micro in micro_batches]
         sums = self._add_up(micro_batches, scored)
         if not math.isfinite(sums[0]):
             self._stop_naming(micro_batches, scored)
@@ -142,8 +154,7 @@ class Learner:
         return None if self.companion is None else self.companion.find_gradient(kept)
 
     def _score(self, batch: Batch, chosen_A: torch.Tensor | None = None) -> Scored:
-        """chosen_A: numbers of the blocks that the pairwise head learns from."""
-        batch = batch.to(self.ranks.device, TORCH_DTYPES[self.train.precision])
+        """batch: on the device; chosen_A: numbers of the blocks that the pairwise head learns from."""
         labels_AK, supervised_AK = batch.labels_AK, batch.supervised_AK
         rows = replace(batch.rows, final_QD=self._final_states_of(batch))
         hidden_QD = self.engine(
