@@ -81,6 +81,8 @@ def saved_bytes(train: Train) -> tuple[int, int]:
 
 TILE_ROWS, STACK_KEYS, KEY_STEP = 64, 1 << 15, 64
 """Those of `train.tiles`."""
+BATCHES_AHEAD = 2
+"""As `train.sending` and `train.loop` send them."""
 CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 29}
 """That of `train.head`."""
 
@@ -179,6 +181,14 @@ class Activations:
         at_loss = inputs + (0 if self.recompute else sum(kept)) + self._loss_bytes()
         in_layers = inputs + (max(kept) if self.recompute else sum(kept)) + self._gradient_bytes()
         return self._shared_bytes() + max(at_loss, in_layers)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Inputs of batches that are on their way to a GPU: the next, and the first of the next step."""
+        D, S, Q = self.hidden_size, self.batch.context_rows, self.batch.block_rows
+        final = Q * D * self.dtype_bytes if self.final_states else 0
+        taps = S * tap_bytes(self.drafter, D, self.dtype_bytes)
+        return BATCHES_AHEAD * (taps + final) if self.on_gpu else 0
 
     def _shared_bytes(self) -> int:
         """Tap states, masks, embedded blocks, and the context that all layers read with its norm's copies."""

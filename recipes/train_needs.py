@@ -16,6 +16,7 @@ from recipes.job import (
 from recipes.schema import PairwiseCompanion
 from recipes.serve_needs import asleep_on_gpu, asleep_on_host
 from recipes.train_footprint import (
+    BATCHES_AHEAD,
     Activations,
     CompanionBytes,
     bucket_bytes,
@@ -69,11 +70,9 @@ def _activations(job: Job) -> Row:
         train.objective.needs_final_states,
     )
     kept = "one layer at a time" if train.activation_checkpointing else f"{drafter.num_hidden_layers} layers"
-    attention = "" if job.on_gpus else ", attention without a fused kernel"
-    words = (
-        f"estimate: {batch.block_rows:,} block rows on {batch.context_rows:,} of context, {kept}{attention}"
-    )
-    return Row("activations", words, activations.peak_bytes())
+    device = f", {BATCHES_AHEAD} batches ahead" if job.on_gpus else ", attention without a fused kernel"
+    words = f"estimate: {batch.block_rows:,} block rows on {batch.context_rows:,} of context, {kept}{device}"
+    return Row("activations", words, activations.peak_bytes() + activations.ahead_bytes)
 
 
 def companion_bytes(job: Job, settings: PairwiseCompanion) -> CompanionBytes:

@@ -228,6 +228,18 @@ def test_the_estimate_of_activations_bounds_the_real_peak_closely(
     assert 0.97 * measured < estimate < 1.25 * measured
 
 
+def test_batches_that_are_on_their_way_are_counted_on_a_gpu_alone():
+    job = plan_of(FLAGSHIP)
+    train, drafter, D = job.recipe.train, job.recipe.drafter, job.target.hidden_size
+    batch = worst_batch(train, drafter.block_size, job.longest)
+    real = worst_case_batch(1, job.longest, train.num_anchors, drafter, 1, with_final=True)
+    of_batch = (real.taps_SE.numel() + real.final_QD.numel()) * D * 2
+    for on_gpu, batches in ((True, 2), (False, 0)):
+        settings = BF16, False, on_gpu, True
+        ahead = Activations(drafter, D, job.target.vocab_size, batch, *settings).ahead_bytes
+        assert ahead == batches * of_batch
+
+
 @pytest.mark.parametrize(
     ("overrides", "reserved_gib"),
     [

@@ -98,10 +98,12 @@ def learner_of(kind: str) -> Learner:
 
 @pytest.mark.parametrize("kind", FROM_DISTRIBUTIONS)
 def test_shards_without_final_states_are_refused_before_the_drafter_runs(kind):
+    learner = learner_of(kind)
+    batch = learner.sender.send(worst_case_batch(2, 40, 4, DRAFTER, HIDDEN)).receive()
     with pytest.raises(
         UserError, match=rf"kind {kind} learns from .* the shards hold none: write data\.final_states"
     ):
-        learner_of(kind)._score(worst_case_batch(2, 40, 4, DRAFTER, HIDDEN))
+        learner._score(batch)
 
 
 @pytest.mark.parametrize("kind", KINDS)

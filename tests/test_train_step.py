@@ -157,7 +157,7 @@ def test_sums_of_zero_1_in_bf16_are_fp32_and_no_gradient_stays(ranks):
     for name, parameter in parameters.items():
         parameter.register_hook(lambda gradient, of=seen[name]: of.append(gradient.float().view(-1)))
     for micro in feed.read_step(0):
-        learner._backward(micro.batch, 1e-2)
+        learner._backward(learner.sender.send(micro.batch).receive(), 1e-2)
     (sums,) = learner.engine.optimizer.fp32_groups_gradients
     assert sums[0].dtype == torch.float32
     for of_parameter, total in zip(seen.values(), sums, strict=True):

@@ -30,7 +30,7 @@ def measure(recipe: Recipe, ranks: Ranks) -> float:
     gc.collect()
     before = find_storages().keys()
     learner = start_learner(recipe, ranks)
-    batch = worst_case_batch(1, 12, 3, recipe.drafter, HIDDEN)
+    batch = learner.sender.send(worst_case_batch(1, 12, 3, recipe.drafter, HIDDEN)).receive()
     learner.engine.backward(learner._score(batch).loss_sum)
     take_step(learner.engine, 1e-4)
     learner.engine.backward(learner._score(batch).loss_sum)
