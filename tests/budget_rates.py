@@ -61,7 +61,7 @@ def main(  # noqa: PLR0913, PLR0917
     """Measure what budgets are worth at several numbers of requests at once."""
     budgets = list(dict.fromkeys(budget or DEFAULT))
     at_once = [int(each) for each in requests.split(",")]
-    settings = [f"serve.max_num_seqs={max(at_once)}", *(overrides or [])]
+    settings = [*(overrides or []), f"serve.max_num_seqs={max(at_once)}"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         bare = folder / "bare"
