@@ -81,8 +81,9 @@ def gated_delta_rule(
         queries, keys = _unit(queries) * queries.shape[-1] ** -0.5, _unit(keys)
         strength, decay = _cut(strength_BTH[..., None]), _cut(log_decay_BTH[..., None]).cumsum(3)
         between = (decay - decay.mT).tril().exp().tril()  # from the column's token to the row's
-        inverse = InvertUnitLower.apply((keys * strength) @ keys.mT * between)
-        own, read = inverse @ (values * strength), inverse @ (keys * (strength * decay.exp()))
+        strong = keys * strength
+        inverse = InvertUnitLower.apply(strong @ keys.mT * between)
+        own, read = inverse @ (values * strength), inverse @ (strong * decay.exp())
         end = decay[:, :, :, -1:]
         states, new = _scan(own, read, keys * (end - decay).exp(), end.exp())
         out = (queries * decay.exp()) @ states + (queries @ keys.mT * between) @ new
@@ -106,10 +107,11 @@ def _scan(
     """Chunk after chunk: states that they begin with [B, H, N, D, D], and what they add [B, H, N, C, D]."""
     state = own.new_zeros(*own.shape[:2], keys.shape[-1], own.shape[-1])
     states, new = [], []
-    for chunk in range(own.shape[2]):
+    of_chunks = (each.unbind(2) for each in (own, read, keys, decay))  # a slice's gradient is a whole tensor
+    for own_here, read_here, keys_here, decay_here in zip(*of_chunks, strict=True):
         states.append(state)
-        new.append(own[:, :, chunk] - read[:, :, chunk] @ state)
-        state = state * decay[:, :, chunk] + keys[:, :, chunk].mT @ new[-1]
+        new.append(own_here - read_here @ state)
+        state = state * decay_here + keys_here.mT @ new[-1]
     return torch.stack(states, 2), torch.stack(new, 2)
 
 
