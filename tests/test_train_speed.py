@@ -108,9 +108,15 @@ def run_tiny(*arguments: str) -> list[str]:
 
 def test_a_step_is_measured_at_tiny_widths():
     sizes = "--tokens", "48", "--anchors", "6", "--steps", "1"
-    *_, told = run_tiny("--kernels", *sizes, "train.activation_checkpointing=true")
+    also = "train.activation_checkpointing=true", "train.pairwise.rank=4"
+    *_, told = run_tiny("--kernels", *sizes, *also)
     parts = json.loads(told)["parts_ms"]
     assert all(parts[part] > 0 for part in (ATTENTION, LAYERS, FC, HEAD, OPTIMIZER, OTHER))
+
+
+def test_another_recipes_widths_are_its_targets():
+    scale = train_speed.scale_of(tiny_recipe())
+    assert (scale.hidden_size, scale.vocab_size) == (256, 4096)
 
 
 def test_lengths_and_anchors_are_swept_at_tiny_widths():

@@ -3,6 +3,7 @@
     python tests/train_speed.py [--tokens 4096] [--anchors 512] [--cap-gib 47.5] [--kernels]
                                 [section.field=value ...]
     python tests/train_speed.py --sweep     lengths and numbers of anchors instead, a line for each
+    ... --recipe RECIPE --sequences 64      another recipe's drafter, at its target's widths
     ... --tiny                              small widths, which a CPU takes too: whether all of it works
 
 Tap states and tokens are random, in host memory, read and packed beside the step as in training; weights are
@@ -33,9 +34,11 @@ from data.shards import Sequence
 from recipes.footprint import count_drafter_parameters, key_size, query_size
 from recipes.load import load_recipe
 from recipes.schema import Drafter, Recipe
+from recipes.target_config import find_config, read_target_config
 from train import step as train_step
 from train.drafter import DFlashDrafter
 from train.feed import Feed, MicroBatch, read_ahead
+from train.pairwise_companion import begin_companion
 from train.ranks import Ranks, joined_ranks
 from train.step import Learner
 from train.target_parts import TargetParts
@@ -85,6 +88,13 @@ TINY = Scale(
 )
 
 
+def scale_of(recipe: Recipe) -> Scale:
+    """Its target's; without a sweep."""
+    target = recipe.target
+    config = read_target_config(find_config(target.model, target.revision))
+    return Scale(config.hidden_size, config.vocab_size, (), ())
+
+
 # What is trained on
 
 
@@ -129,7 +139,14 @@ def start(recipe: Recipe, scale: Scale, ranks: Ranks) -> Learner:
     drafter = DFlashDrafter(recipe.drafter, scale.hidden_size)
     drafter.recompute_layers = train.activation_checkpointing
     drafter.fuse(train.compile)
-    return Learner(start_engine(drafter, train, ranks), TargetParts(embedding, head), train, ranks)
+    parts = TargetParts(embedding, head)
+    engine = start_engine(drafter, train, ranks)
+    return Learner(engine, parts, train, ranks, begin_companion(recipe, parts, ranks))
+
+
+def take_step(learner: Learner, micro_batches: list[MicroBatch]) -> None:
+    """Of the pairwise head too, where one learns beside the drafter."""
+    learner.learn(micro_batches, LEARNING_RATE, None if learner.companion is None else LEARNING_RATE)
 
 
 # What a step computes
@@ -183,7 +200,7 @@ def time_steps(learner: Learner, coming: Iterator[list[MicroBatch]], warm_ups: i
         asked = time.perf_counter()
         micro_batches = next(coming)
         waits.append(time.perf_counter() - asked)
-        learner.learn(micro_batches, LEARNING_RATE)
+        take_step(learner, micro_batches)
         synchronize()
         seconds.append(time.perf_counter() - asked)
     return Timed(median(seconds[warm_ups:]), median(waits[warm_ups:]), *most_gib())
@@ -237,7 +254,7 @@ def profile_step(learner: Learner, micro_batches: list[MicroBatch]) -> list[Spen
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     drafter, optimizer = (DFlashDrafter, "forward", DRAFTER_RANGE), (train_step, "take_step", OPTIMIZER_RANGE)
     with named(*drafter), named(*optimizer), profile(activities=activities, record_shapes=True) as profiler:
-        learner.learn(micro_batches, LEARNING_RATE)
+        take_step(learner, micro_batches)
         synchronize()
     taps_width = micro_batches[0].batch.taps_SE.shape[1]
     return list(attribute(profiler.events(), taps_width, on_gpu))
@@ -347,12 +364,12 @@ def feed(learner: Learner, shards: RandomShards, recipe: Recipe, steps: range) -
 def count_waits(learner: Learner, micro_batches: list[MicroBatch]) -> int:
     """Of one step on a GPU, as torch notices them."""
     if not torch.cuda.is_available():
-        learner.learn(micro_batches, LEARNING_RATE)
+        take_step(learner, micro_batches)
         return 0
     with warnings.catch_warnings(record=True) as noticed:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        learner.learn(micro_batches, LEARNING_RATE)
+        take_step(learner, micro_batches)
         torch.cuda.set_sync_debug_mode("default")
     return sum("synchroniz" in str(each.message) for each in noticed)
 
@@ -420,6 +437,7 @@ def show(titles: list[str], lines: Iterable[tuple[str, ...]]) -> None:
 
 def main(  # noqa: PLR0913, PLR0917
     overrides: Annotated[list[str] | None, typer.Argument(metavar="section.field=value")] = None,
+    recipe: Annotated[Path, typer.Option(help="Whose drafter is trained.")] = FLAGSHIP,
     tokens: int = 4096,
     anchors: int = 512,
     sequences: Annotated[int, typer.Option(help="Of a step.")] = 4,
@@ -429,11 +447,11 @@ def main(  # noqa: PLR0913, PLR0917
     sweep_all: Annotated[bool, typer.Option("--sweep", help="Lengths and numbers of anchors.")] = False,
     tiny: Annotated[bool, typer.Option("--tiny", help="Small widths.")] = False,
 ) -> None:
-    scale = TINY if tiny else LARGE
+    scale = TINY if tiny else LARGE if recipe == FLAGSHIP else scale_of(load_recipe(recipe, overrides or []))
 
     def load(num_anchors: int) -> Recipe:
         own = [f"train.num_anchors={num_anchors}", f"train.sequences_per_step={sequences}"]
-        return load_recipe(FLAGSHIP, [*scale.overrides, *own, *(overrides or [])])
+        return load_recipe(recipe, [*scale.overrides, *own, *(overrides or [])])
 
     if cap_gib is not None:
         total = torch.cuda.get_device_properties(0).total_memory
