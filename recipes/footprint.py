@@ -81,9 +81,14 @@ class Vision:
         return (self.patch_values + 1 + self.num_positions) * size + self.depth * block + merger
 
 
+DENSE = "qwen3", "llama"
+"""Values of model_type."""
+
+
 @dataclass(frozen=True)
 class Target:
-    """What a config.json says of a target's size: dense Qwen3, or Qwen3.5 with its Gated-DeltaNet layers."""
+    """What a config.json says of a target's size: dense Qwen3 or Llama, or Qwen3.5 with its Gated-DeltaNet
+    layers."""
 
     hidden_size: int
     intermediate_size: int
@@ -94,6 +99,8 @@ class Target:
     head_dim: int
     gated: bool
     """Whether queries come with an output gate of their size."""
+    norms_heads: bool
+    """Queries and keys, one norm each for all heads."""
     tied: bool
     gdn: GatedDeltaNet | None
     vision: Vision | None
@@ -123,7 +130,7 @@ class Target:
     def _count_attention(self) -> int:
         queries, keys = self.heads * self.head_dim, self.key_value_heads * self.head_dim
         inputs = (2 if self.gated else 1) * queries + 2 * keys
-        return self.hidden_size * (inputs + queries) + 2 * self.head_dim
+        return self.hidden_size * (inputs + queries) + (2 * self.head_dim if self.norms_heads else 0)
 
     def key_value_bytes(self, dtype_bytes: int, ranks: int = 1) -> int:
         """Of a token in one attention layer's cache on a rank; a rank holds one head at least."""
@@ -141,10 +148,14 @@ def read_target(config: Mapping[str, Any], source: str) -> Target:
     text = config.get("text_config", config)
     kind = text.get("model_type", "")
     hybrid = kind.startswith("qwen3_5_text") or kind == "qwen3_5"
-    if not hybrid and kind != "qwen3":
+    if not hybrid and kind not in DENSE:
+        known = ", ".join(DENSE)
         raise UserError(
-            f"{source}: model_type is {kind!r}; plans count dense Qwen3 (qwen3) and Qwen3.5 hybrids (qwen3_5)"
+            f"{source}: model_type is {kind!r}; plans count dense targets ({known}) and Qwen3.5 hybrids"
+            " (qwen3_5)"
         )
+    if text.get("attention_bias") or text.get("mlp_bias"):
+        raise UserError(f"{source}: attention_bias or mlp_bias is set; plans count targets without")
     try:
         return _read_text(text, config, hybrid=hybrid)
     except KeyError as missing:
@@ -162,8 +173,9 @@ def _read_text(text: Mapping[str, Any], config: Mapping[str, Any], *, hybrid: bo
         attention_layers=num_layers - linear,
         heads=text["num_attention_heads"],
         key_value_heads=text["num_key_value_heads"],
-        head_dim=text["head_dim"],
+        head_dim=text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],
         gated=hybrid,
+        norms_heads=text["model_type"] != "llama",
         tied=config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)),
         gdn=_read_gdn(text, linear) if linear else None,
         vision=_read_vision(vision) if vision else None,

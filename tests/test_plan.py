@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.core.kv_cache_utils import unify_kv_cache_spec_page_size
@@ -126,26 +126,30 @@ def test_published_widths_are_those_that_steps_are_timed_at(flagship):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_dense_target_has_the_parameters_of_transformers_model(tied):
-    config = Qwen3Config(
+@pytest.mark.parametrize(
+    ("config_class", "model_class"), [(Qwen3Config, Qwen3ForCausalLM), (LlamaConfig, LlamaForCausalLM)]
+)
+def test_a_dense_target_has_the_parameters_of_transformers_model(config_class, model_class, tied):
+    config = config_class(
         hidden_size=64,
         intermediate_size=160,
         num_hidden_layers=3,
-        num_attention_heads=6,
+        num_attention_heads=8,
         num_key_value_heads=2,
         head_dim=16,
         vocab_size=100,
         tie_word_embeddings=tied,
     )
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(config)
+        model = model_class(config)
     assert read_target(config.to_dict(), "here").count_text_parameters() == count(model)
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"model_type": "gemma"}, "model_type is 'gemma'"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias"),
         ({"model_type": "qwen3", "num_hidden_layers": 2}, "'hidden_size'"),
     ],
 )

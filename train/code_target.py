@@ -2,7 +2,8 @@ r"""Trains targets that write Python: Gated-DeltaNet hybrids of the flagship's a
 
 The embedded one (10 M parameters), and one to measure on a GPU (104 M, recipes/hybrid_code_dflash.yaml):
 
-    python train/code_target.py runs/hybrid_code/target --size code --steps 800 --answer-lines 24
+    python train/code_target.py runs/hybrid_code/target --size code --steps 400 --rows 64 --chat-share 0.5 \
+        --learning-rate 1.5e-3 --answer-lines 24 --files 4500
     script="python train/code_target.py --rows 64"
     $script runs/1 --steps 1550 --answer-lines 60               # reads code and chats
     $script runs/2 --init runs/1 --steps 1600 --answer-lines 24 --chat-share 0.7 --learning-rate 0.0015
