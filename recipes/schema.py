@@ -422,3 +422,9 @@ class Recipe(Section):
                 f" {self.serve.max_model_len}: raise the latter or shorten the former"
             )
         return self
+    compile: bool = True
+    """False: CUDA graphs of the models as they are, without vLLM's compiler, which takes minutes of a first
+    start. Nothing on a CPU."""
+    reserve_chain: Natural = 0
+    """Every draft tree begins with so many nodes of the greedy chain, or all that it has, whatever their
+    scores; the likeliest follow. Not with --budget auto."""

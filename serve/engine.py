@@ -134,12 +134,13 @@ def engine_arguments(
     is as without.
     """
     check_budget(budget)
+    check_reserve(serve, adapts=adapts)
     arguments = _target_arguments(target) | _capacity_arguments(serve) | _device_arguments(serve)
     if sleeps and is_cuda():
         arguments |= {"enable_sleep_mode": True, "sleep_mode_offload_cudagraph": True}
     if ckpt is None or budget == PLAIN_BUDGET:
         return arguments
-    speculative, options = _drafting(ckpt, budget)
+    speculative, options = _drafting(ckpt, budget, serve.reserve_chain)
     if adapts:
         options["tree"]["costs"] = _step_costs(serve)
         arguments["cudagraph_metrics"] = True  # rows of each step, on /metrics
@@ -199,6 +200,16 @@ def check_budget(budget: int | None) -> None:
         )
 
 
+def check_reserve(serve: Serve, *, adapts: bool) -> None:
+    """Raises UserError where a step leaves out a tree's last nodes, likelier ones than those reserved."""
+    if adapts and serve.reserve_chain:
+        raise UserError(
+            f"--budget auto and serve.reserve_chain {serve.reserve_chain}: auto leaves out a tree's last"
+            " nodes as its least likely, and where rows are reserved they are not; give --reserve-chain 0,"
+            " or a number of nodes in --budget"
+        )
+
+
 def _target_arguments(target: Target) -> dict[str, Any]:
     return {
         "model": resolve_model(target.model),
@@ -226,6 +237,8 @@ def _device_arguments(serve: Serve) -> dict[str, Any]:
         return _cache_arguments(serve.kv_cache_gib or _CPU_CACHE_GIB) | {"additional_config": {SECTION: {}}}
     kernels = {} if _has_flashinfer() else {"gdn_prefill_backend": "triton"}
     arguments = {"gpu_memory_utilization": serve.gpu_memory_utilization, "additional_config": kernels}
+    if not (serve.compile or serve.enforce_eager):
+        arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     return arguments | (_cache_arguments(serve.kv_cache_gib) if serve.kv_cache_gib else {})
 
 
@@ -250,13 +263,13 @@ def _step_costs(serve: Serve) -> dict[str, Any]:
     return {"known": told, "path": None if path is None else str(path.resolve())}
 
 
-def _drafting(ckpt: Path, budget: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _drafting(ckpt: Path, budget: int | None, reserve_chain: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """vLLM's speculative_config, and what our plugin is asked for."""
     num_slots = parse_config(read_drafter_config(ckpt), str(ckpt)).block_size - 1
     speculative = {"method": "dflash", "model": str(ckpt), "num_speculative_tokens": budget or num_slots}
     tree: dict[str, Any] = {"num_slots": num_slots}
     if budget:
-        return speculative, {"tree": tree}
+        return speculative, {"tree": tree | ({"reserved": reserve_chain} if reserve_chain else {})}
     if (ckpt / PAIRWISE_NAME).exists():
         return speculative, {"tree": tree | {"chains": True}}
     return speculative, {}

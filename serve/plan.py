@@ -15,7 +15,7 @@ from recipes.problems import describe_problem
 from recipes.schema import Section, Serve, Target
 from serve.adopt import Adopted, adopt
 from serve.checkpoint import DrafterSummary, check_checkpoint
-from serve.engine import check_budget
+from serve.engine import check_budget, check_reserve
 
 MANIFEST_NAME = "draftsmith.json"
 
@@ -37,6 +37,8 @@ class Request:
     settings: Path | None
     budget: int | None
     adapts: bool = False
+    reserve_chain: int | None = None
+    """None: as the recipe says."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,12 @@ def make_plan(request: Request) -> Plan:
     ckpt = adopted.ckpt if adopted else None
     manifest = _read_manifest(ckpt) if ckpt else None
     settings = _choose_settings(request, manifest)
+    serve = _reserve(settings.serve, request)
     if ckpt and manifest:
         _check_identity(ckpt, manifest, settings.target)
     drafter = _check_drafter(ckpt, settings.target) if ckpt else None
     fingerprint = manifest.target.fingerprint if manifest else None
-    return Plan(
-        settings.target, settings.serve, ckpt, adopted, drafter, request.budget, request.adapts, fingerprint
-    )
+    return Plan(settings.target, serve, ckpt, adopted, drafter, request.budget, request.adapts, fingerprint)
 
 
 def _find_checkpoint(ckpt: Path) -> Path:
@@ -117,6 +118,19 @@ def _settings_of_checkpoint(request: Request, manifest: CheckpointManifest | Non
         lines = [describe_problem(details) for details in invalid.errors()]
         source = f"{request.ckpt / MANIFEST_NAME}: its recipe does not load; add --recipe RECIPE"
         raise UserError("\n  ".join([source, *lines])) from invalid
+
+
+def _reserve(serve: Serve, request: Request) -> Serve:
+    """The settings with what the command line reserves."""
+    if request.reserve_chain is not None:
+        serve = serve.model_copy(update={"reserve_chain": request.reserve_chain})
+        if serve.reserve_chain and not request.budget:
+            raise UserError(
+                f"--reserve-chain {serve.reserve_chain} is of draft trees, and none are asked for: give a"
+                " number of nodes in --budget, or leave it out"
+            )
+    check_reserve(serve, adapts=request.adapts)
+    return serve
 
 
 def _check_identity(ckpt: Path, manifest: CheckpointManifest, target: Target) -> None:

@@ -1,6 +1,7 @@
 """The evaluation server: vLLM's OpenAI API for a target, drafted for by a checkpoint.
 
-    python serve/run.py --ckpt CKPT [--recipe R | --target MODEL] [--budget N|chain|auto] [--stock] [--check]
+    python serve/run.py --ckpt CKPT [--recipe R | --target MODEL] [--budget N|chain|auto] [--reserve-chain N]
+        [--stock] [--check]
 
 Only reads aloud; vllm is imported once the environment is right.
 """
@@ -45,6 +46,14 @@ def main(  # noqa: PLR0913, PLR0917 - one per option
             " auto: in each step as many as are worth their cost."
         ),
     ] = None,
+    reserve_chain: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Nodes of the greedy chain that each tree begins with (default: the recipe's); not with"
+            " --budget auto.",
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on.")] = 8000,
     stock: Annotated[bool, typer.Option("--stock", help="Nothing of ours in the engine.")] = False,
@@ -66,7 +75,7 @@ def main(  # noqa: PLR0913, PLR0917 - one per option
     if stock and admin:
         raise UserError("--stock leaves out what --admin needs: give one of them")
     nodes, adapts = _read_budget(budget, stock)
-    plan = make_plan(Request(ckpt, recipe, target, settings, nodes, adapts))
+    plan = make_plan(Request(ckpt, recipe, target, settings, nodes, adapts, reserve_chain))
     if check:
         show_verdict(plan)
         return

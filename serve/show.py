@@ -47,18 +47,21 @@ def _drafting_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     rank = plan.drafter.pairwise_rank
     if rank is not None:
         yield "pairwise", f"a head of rank {rank}: tokens are scored after their parents"
-    yield "budget", _describe_budget(plan.budget, plan.drafter.block_size - 1) + _ADAPTS * plan.adapts
+    yield "budget", _describe_budget(plan, plan.drafter.block_size - 1) + _ADAPTS * plan.adapts
 
 
 _ADAPTS = "; each step verifies as much of them as is worth its cost"
 
 
-def _describe_budget(budget: int | None, num_slots: int) -> str:
-    if budget is None:
+def _describe_budget(plan: Plan, num_slots: int) -> str:
+    if plan.budget is None:
         return f"the DFlash chain, {num_slots} drafts a step"
-    if budget == PLAIN_BUDGET:
+    if plan.budget == PLAIN_BUDGET:
         return "0: plain decoding, drafter unused"
-    return f"trees of {budget} nodes, {min(budget, num_slots)} deep at most"
+    depth = min(plan.budget, num_slots)
+    reserved = min(plan.serve.reserve_chain, depth)
+    begin = f"; each begins with the greedy chain's first {reserved}" if reserved else ""
+    return f"trees of {plan.budget} nodes, {depth} deep at most{begin}"
 
 
 def _shape_rows(drafter: DrafterSummary) -> Iterator[tuple[str, str]]:

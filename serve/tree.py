@@ -12,9 +12,15 @@ A node is a path of candidates, one for each of the first d slots after the comm
 Since s <= 0 a parent comes before its children, so every prefix of the order is a tree, and the best one of
 its size: the sum of exp(score) over its nodes is the expected number of accepted drafts, if the scores are
 true (arXiv 2604.12989, propositions 1 and 2, which hold for scores conditional on the parent as well).
+
+Rows may be reserved for the greedy chain.  Its first K nodes then come before all others, in the chain's
+order, and only after them do scores decide.  Parents still come before their children, and every prefix is
+still the tree of its size: the best of those that hold as much of the chain.  It is no longer the best of
+all, and a node may be likelier than one before it, so whoever leaves out the last nodes as the least likely
+(`--budget auto`) cannot have rows reserved.
 """
 
-# L=slots a node can stand in (depths 1..L)  C=candidates of a slot  N=nodes
+# L=slots a node can stand in (depths 1..L)  C=candidates of a slot  N=nodes  K=nodes with reserved rows
 
 import heapq
 from collections.abc import Sequence
@@ -28,7 +34,7 @@ ROOT = -1
 
 @dataclass(frozen=True)
 class Tree:
-    """Nodes in their order: parents first, best first.  The committed token is no node."""
+    """Nodes in their order: parents first, after reserved rows best first.  The committed token is none."""
 
     parents: tuple[int, ...]
     """Number of a node's parent; ROOT at depth 1."""
@@ -42,30 +48,34 @@ class Tree:
         return len(self.parents)
 
 
-def grow_tree(scores_LCC: np.ndarray, budget: int) -> Tree:
+def grow_tree(scores_LCC: np.ndarray, budget: int, reserved: Sequence[int] = ()) -> Tree:
     """The tree of at most `budget` nodes, by Algorithm 1's heap.
 
     scores_LCC[d - 1, p, c] is s(d, p, c), fp32 and at most 0; -inf forbids.  At depth 1 the parent is the
     committed token, and row p = 0 is read.  `broadcast_marginals` makes scores that ignore the parent.
+    reserved: candidates of the chain's nodes that have rows reserved, from depth 1 on; the first that is
+    forbidden ends them.
     """
     assert scores_LCC.dtype == np.float32, f"scores are {scores_LCC.dtype}, expected float32"
     num_slots, _, num_candidates = scores_LCC.shape
+    chain = set(enumerate(reserved, start=1))
     grown: list[tuple[np.float32, int, int, int]] = []  # score, depth, parent, candidate
-    heap: list[tuple[np.float32, int, int, int]] = []
+    heap: list[tuple[bool, np.float32, int, int, int]] = []
 
-    def push_children(parent: int, score: np.float32, depth: int, candidate: int) -> None:
+    def push_children(parent: int, score: np.float32, depth: int, candidate: int, *, on_chain: bool) -> None:
         if depth > num_slots:
             return
         for child in range(num_candidates):
             total = score + scores_LCC[depth - 1, candidate, child]
             if total > -np.inf:
-                heapq.heappush(heap, (-total, depth, parent, child))
+                is_reserved = on_chain and (depth, child) in chain
+                heapq.heappush(heap, (not is_reserved, -total, depth, parent, child))
 
-    push_children(ROOT, np.float32(0), 1, 0)
+    push_children(ROOT, np.float32(0), 1, 0, on_chain=True)
     while heap and len(grown) < budget:
-        negated, depth, parent, candidate = heapq.heappop(heap)
+        is_other, negated, depth, parent, candidate = heapq.heappop(heap)
         grown.append((-negated, depth, parent, candidate))
-        push_children(len(grown) - 1, -negated, depth + 1, candidate)
+        push_children(len(grown) - 1, -negated, depth + 1, candidate, on_chain=not is_other)
     return Tree(
         parents=tuple(node[2] for node in grown),
         depths=tuple(node[1] for node in grown),

@@ -6,7 +6,7 @@ best of the depth before.
 """
 
 # B=requests  L=slots  C=candidates of a slot  N=nodes, padded  P=kept nodes of a depth  M=kept nodes in all
-# R=rows: the committed token, then the nodes
+# R=rows: the committed token, then the nodes  K=nodes with reserved rows  Q=children of a depth's kept nodes
 
 from dataclasses import dataclass
 
@@ -14,6 +14,11 @@ import torch
 from torch.nn import functional as F
 
 from serve.tree import ROOT
+
+_RESERVED = -1
+"""The rank of a node that has its row reserved: before those of all scores."""
+_FORBIDDEN = 0x7F800000
+"""That of a score of -inf; NaN's is beyond it."""
 
 
 @dataclass(frozen=True)
@@ -44,27 +49,49 @@ class WalkBatch:
     bonus_B: torch.Tensor
 
 
-def grow_trees(scores_BLCC: torch.Tensor, budget: int) -> TreeBatch:
-    """A tree of at most `budget` nodes for each request; scores as `serve.tree.grow_tree` takes them."""
+def grow_trees(scores_BLCC: torch.Tensor, budget: int, reserved_BK: torch.Tensor | None = None) -> TreeBatch:
+    """A tree of at most `budget` nodes for each request; scores as `serve.tree.grow_tree` takes them.
+
+    reserved_BK: int64, candidates of the chain's nodes that have rows reserved; None: no node has.
+    """
     batch, num_slots, _, num_candidates = scores_BLCC.shape
     score_BP = scores_BLCC.new_zeros(batch, 1)
     candidate_BP = torch.zeros_like(score_BP, dtype=torch.int64)
-    levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # scores, parents in M, candidates
+    rank_BP = torch.full_like(candidate_BP, _RESERVED)
+    levels: list[tuple[torch.Tensor, ...]] = []  # ranks, scores, parents in M, candidates
     first_of_parents = first = 0
     for slot in range(num_slots):
         of_parents = candidate_BP[:, :, None].expand(-1, -1, num_candidates)
-        total_BPC = score_BP[:, :, None] + scores_BLCC[:, slot].gather(1, of_parents)
-        score_BP, place_BP = _first(total_BPC.flatten(1), budget)
+        total_BQ = (score_BP[:, :, None] + scores_BLCC[:, slot].gather(1, of_parents)).flatten(1)
+        rank_BQ = _rank(total_BQ)
+        if reserved_BK is not None and slot < reserved_BK.shape[1]:
+            rank_BQ = _reserve(rank_BQ, reserved_BK[:, slot, None], rank_BP[:, :1])
+        place_BP = _first(rank_BQ, budget)
+        rank_BP, score_BP = rank_BQ.gather(1, place_BP), total_BQ.gather(1, place_BP)
         candidate_BP = place_BP % num_candidates
         parent_BP = place_BP // num_candidates + first_of_parents
-        levels.append((score_BP, parent_BP, candidate_BP))
+        levels.append((rank_BP, score_BP, parent_BP, candidate_BP))
         first_of_parents, first = first, first + place_BP.shape[1]
-    score_BM, parent_BM, candidate_BM = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
-    depths = [torch.full_like(level[1], depth) for depth, level in enumerate(levels, start=1)]
-    return _best(score_BM, parent_BM, torch.cat(depths, dim=1), candidate_BM, budget)
+    rank_BM, score_BM, parent_BM, candidate_BM = (
+        torch.cat(parts, dim=1) for parts in zip(*levels, strict=True)
+    )
+    depths = [torch.full_like(level[0], depth) for depth, level in enumerate(levels, start=1)]
+    return _best(rank_BM, score_BM, parent_BM, torch.cat(depths, dim=1), candidate_BM, budget)
+
+
+def _reserve(rank_BQ: torch.Tensor, candidate_B1: torch.Tensor, parent_rank_B1: torch.Tensor) -> torch.Tensor:
+    """Puts the chain's node before all others of its depth, unless it is forbidden or its parent had been.
+
+    parent_rank_B1: of the first node of the depth before.  If that is the chain's, its children come first
+    here, and the place of each is its candidate.
+    """
+    rank_B1 = rank_BQ.gather(1, candidate_B1)
+    is_reserved_B1 = (parent_rank_B1 == _RESERVED) & (rank_B1 < _FORBIDDEN)
+    return rank_BQ.scatter(1, candidate_B1, rank_B1.masked_fill(is_reserved_B1, _RESERVED))
 
 
 def _best(
+    rank_BM: torch.Tensor,
     score_BM: torch.Tensor,
     parent_BM: torch.Tensor,
     depth_BM: torch.Tensor,
@@ -72,9 +99,9 @@ def _best(
     budget: int,
 ) -> TreeBatch:
     """The first nodes over all depths; their parents are among them."""
-    score_BN, place_BN = _first(score_BM, budget)
+    place_BN = _first(rank_BM, budget)
+    score_BN, depth_BN = score_BM.gather(1, place_BN), depth_BM.gather(1, place_BN)
     number_BM = torch.zeros_like(parent_BM).scatter_(1, place_BN, _counting_like(place_BN))
-    depth_BN = depth_BM.gather(1, place_BN)
     parent_BN = number_BM.gather(1, parent_BM.gather(1, place_BN))
     is_node_BN = score_BN > -torch.inf
     padding = (0, budget - place_BN.shape[1])
@@ -87,14 +114,16 @@ def _best(
     )
 
 
-def _first(scores: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The highest scores of each row, of equal ones the earlier, and their places. Both [B, up to `most`]"""
-    # One integer that sorts as (score descending, place): for x <= 0, |x| ascends as its bits do.
-    bits = scores.abs().view(torch.int32).long()
-    keys = (bits << 32) | _counting_like(scores)
-    smallest = keys.topk(min(most, scores.shape[1]), dim=1, largest=False, sorted=True).values
-    places = smallest & 0xFFFFFFFF
-    return scores.gather(1, places), places
+def _rank(scores: torch.Tensor) -> torch.Tensor:
+    """Ascends as scores descend, from 0 on: for x <= 0, |x| ascends as its bits do. int64, below 2 ** 31"""
+    return scores.abs().view(torch.int32).long()
+
+
+def _first(ranks: torch.Tensor, most: int) -> torch.Tensor:
+    """Places of the lowest ranks of each row, of equal ones the earlier. [B, up to `most`]"""
+    keys = (ranks << 32) | _counting_like(ranks)  # one integer that sorts as (rank, place)
+    smallest = keys.topk(min(most, ranks.shape[1]), dim=1, largest=False, sorted=True).values
+    return smallest & 0xFFFFFFFF
 
 
 def _counting_like(rows: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ so a CUDA graph can hold the launches; nothing asks for more than sm_80.
 # ruff: noqa: PLR0913, PLR0917  (a kernel takes pointers and strides one by one)
 
 # B=requests  L=slots  C=candidates of a slot  N=nodes, padded  S=request slots of the engine
+# K=nodes with reserved rows
 
 import torch
 import triton
@@ -25,10 +26,10 @@ _MOST_CANDIDATES = 256  # for the sake of registers
 _KEYS_OF_WARP = 512
 
 
-def grow_trees(scores_BLCC: torch.Tensor, budget: int) -> TreeBatch:
+def grow_trees(scores_BLCC: torch.Tensor, budget: int, reserved_BK: torch.Tensor | None = None) -> TreeBatch:
     """`serve.tree_batch.grow_trees`, of at most 63 nodes from at most 256 candidates a slot, in any order.
 
-    scores_BLCC: any strides; a view that is expanded over the parents is as good as a dense one.
+    scores_BLCC, reserved_BK: any strides; a view that is expanded over the parents is as good as a dense one.
     """
     batch, num_slots, _, num_candidates = scores_BLCC.shape
     assert 0 < budget < MOST_ROWS, f"budget is {budget}, a request has at most {MOST_ROWS} rows"
@@ -36,6 +37,8 @@ def grow_trees(scores_BLCC: torch.Tensor, budget: int) -> TreeBatch:
     assert num_candidates <= _MOST_CANDIDATES, f"{num_candidates} candidates, at most {_MOST_CANDIDATES}"
     assert scores_BLCC.dtype == torch.float32, f"scores are {scores_BLCC.dtype}, expected float32"
     tile_parents, tile_candidates = triton.next_power_of_2(budget), triton.next_power_of_2(num_candidates)
+    num_reserved = 0 if reserved_BK is None else reserved_BK.shape[1]
+    reserved_strides = (0, 0) if reserved_BK is None else reserved_BK.stride()
     integers = {"dtype": torch.int64, "device": scores_BLCC.device}
     trees = TreeBatch(
         parents_BN=torch.empty(batch, budget, **integers),
@@ -46,6 +49,7 @@ def grow_trees(scores_BLCC: torch.Tensor, budget: int) -> TreeBatch:
     )
     _grow_kernel[(batch,)](
         scores_BLCC,
+        reserved_BK,
         trees.parents_BN,
         trees.depths_BN,
         trees.num_nodes_B,
@@ -54,7 +58,9 @@ def grow_trees(scores_BLCC: torch.Tensor, budget: int) -> TreeBatch:
         num_slots,
         num_candidates,
         budget,
+        num_reserved,
         *scores_BLCC.stride(),
+        *reserved_strides,
         TILE_PARENTS=tile_parents,
         TILE_CANDIDATES=tile_candidates,
         num_warps=max(1, min(16, tile_parents * tile_candidates // _KEYS_OF_WARP)),
@@ -111,6 +117,7 @@ def plant_trees(
 @triton.jit
 def _grow_kernel(
     scores: tl.tensor,
+    reserved: tl.tensor | None,
     parents: tl.tensor,
     depths: tl.tensor,
     node_counts: tl.tensor,
@@ -119,10 +126,13 @@ def _grow_kernel(
     num_slots: int,
     num_candidates: int,
     budget: int,
+    num_reserved: int,
     request_stride: int,
     slot_stride: int,
     parent_stride: int,
     candidate_stride: int,
+    reserved_request_stride: int,
+    reserved_slot_stride: int,
     TILE_PARENTS: tl.constexpr,
     TILE_CANDIDATES: tl.constexpr,
 ) -> None:
@@ -134,6 +144,7 @@ def _grow_kernel(
     heap = tl.full([TILE_PARENTS, TILE_CANDIDATES], _NEVER, tl.int64)
     grown = tl.full([TILE_PARENTS], _NEVER, tl.int64)
     score, depth, candidate, width = 0.0, 0, 0, num_candidates  # the committed token's
+    on_chain = 1  # whether the node before this one is the chain's, and its row reserved
     for node in range(budget):
         # the children of the node before this one, whose row has this one's number
         is_child = of_parent < width
@@ -146,6 +157,13 @@ def _grow_kernel(
         is_row = row == node
         heap = tl.where(is_row[:, None], keys[None, :], heap)
         first = tl.min(heap)
+        if reserved is not None:
+            of_chain = reserved + request * reserved_request_stride + node * reserved_slot_stride
+            chosen = tl.load(of_chain, mask=node < num_reserved, other=0)
+            key = tl.min(tl.where(of_parent == chosen, keys, _NEVER))
+            is_reserved = (on_chain > 0) & (node < num_reserved) & (key < _NEVER)
+            first = tl.where(is_reserved, key, first)
+            on_chain = is_reserved.to(tl.int32)
         heap = tl.where(heap == first, _NEVER, heap)
         grown = tl.where(is_row, first, grown)
         score, depth, _, candidate = _unpack_key(first)

@@ -23,6 +23,8 @@ from serve.engine import CHAIN_REQUEST, child_environment, engine_arguments
 from serve.served import describe_served
 
 MAX_TOKENS, BUDGET = 24, 15
+RESERVED = 5
+"""Rows, where some are."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,13 @@ class Told:
     swapped: list[dict[str, str]] = field(default_factory=list)
 
 
-def start(case: Case, budget: int | None) -> Any:
+def start(case: Case, budget: int | None, reserved: int = 0) -> Any:
+    """reserved: of a tree's rows, those of the greedy chain."""
     from vllm import LLM  # noqa: PLC0415 - it reads the environment
 
     target = Target(model=case.target, dtype="float32")
-    serve = Serve(max_model_len=256, max_num_seqs=4, max_num_batched_tokens=256, enforce_eager=True)
+    sizes = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+    serve = Serve(**sizes, enforce_eager=True, reserve_chain=reserved)
     swappable = describe_served(Path(case.ckpt), target, None).options() if budget else None
     arguments = engine_arguments(target, serve, Path(case.ckpt), budget, swappable)
     return LLM(**arguments | {"skip_tokenizer_init": True, "gpu_memory_utilization": 0.1})
@@ -139,13 +143,15 @@ def run_trees(case: Case, others: dict[str, str]) -> dict[str, Told]:
 
 
 def run_gpu_runtime(
-    case: Case, watch: "Callable[[Any, Told], AbstractContextManager[None]] | None" = None
+    case: Case,
+    watch: "Callable[[Any, Told], AbstractContextManager[None]] | None" = None,
+    reserved: int = 0,
 ) -> dict[str, Told]:
     """Trees once more, by the runtime of a GPU, interpreted."""
     import gpu_runtime_on_cpu  # noqa: PLC0415 - it imports vLLM
 
     gpu_runtime_on_cpu.install()
-    return {"GPU's trees": answer(start(case, BUDGET), case.prompts[:2], watch=watch)}
+    return {"GPU's trees": answer(start(case, BUDGET, reserved), case.prompts[:2], watch=watch)}
 
 
 def main(folder: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pairwise_probe import BUDGET, Told, answer, run_apart, run_gpu_runtime, start
+from pairwise_probe import BUDGET, RESERVED, Told, answer, run_apart, run_gpu_runtime, start
 from tree_targets import Case
 
 from serve.engine import CHAIN_REQUEST
@@ -112,6 +112,7 @@ def main(folder: Path) -> None:
         "plain": lambda: {"plain": answer(start(case, 0), prompts, watch=watched)},
         "trees": lambda: run_trees(case, others),
         "chain": lambda: {"chain": answer(start(case, None), prompts, watch=watched)},
+        "reserved": lambda: {"reserved": answer(start(case, BUDGET, RESERVED), prompts, watch=watched)},
         "few": lambda: {"few": answer(start(of_few, BUDGET), prompts, watch=watched)},
         "gpu": lambda: run_gpu_runtime(case, watched),
     }

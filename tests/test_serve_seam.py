@@ -76,6 +76,8 @@ def test_what_trees_ask_for_is_read():
     assert read_options({"draftsmith": {"tree": {"num_slots": 7}}}) == SeamOptions(num_slots=7)
     chains = {"draftsmith": {"tree": {"num_slots": 7, "chains": True}}}
     assert read_options(chains) == SeamOptions(num_slots=7, chains=True)
+    reserving = {"draftsmith": {"tree": {"num_slots": 7, "reserved": 5}}}
+    assert read_options(reserving) == SeamOptions(num_slots=7, reserved=5)
     costs = {"known": None, "path": None}
     adapting = {"draftsmith": {"tree": {"num_slots": 7, "costs": costs}}}
     assert read_options(adapting) == SeamOptions(num_slots=7, costs=costs)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafted_checks import assert_greedy_chain, assert_heaps_tree
+from drafted_checks import assert_greedy_chain, assert_heaps_tree, greedy_chain
 from drafters import random_weights, write_checkpoint
-from pairwise_probe import BUDGET, MAX_TOKENS, Told
+from pairwise_probe import BUDGET, MAX_TOKENS, RESERVED, Told
 from safetensors.torch import load_file
 from search_path import environment
 from selector_probe import Selected
@@ -85,7 +85,7 @@ def made(tmp_path_factory) -> Made:
     )
     assert done.returncode == 0, done.stderr[-5000:]
     of_first = load_file(first / "model.safetensors")
-    weights = dict.fromkeys(("trees", "chains", "chain", "few", "GPU's trees"), of_first)
+    weights = dict.fromkeys(("trees", "chains", "chain", "reserved", "few", "GPU's trees"), of_first)
     weights["swapped"] = load_file(others["other"] / "model.safetensors")
     head_VD = load_file(Path(dense.target) / "model.safetensors")["lm_head.weight"]
     return Made(case, weights, head_VD, folder / "told")
@@ -94,7 +94,7 @@ def made(tmp_path_factory) -> Made:
 @pytest.fixture(scope="module")
 def told(made) -> dict[str, Told]:
     rounds: dict[str, Told] = {}
-    for name in ("plain", "trees", "chain", "few", "gpu"):
+    for name in ("plain", "trees", "chain", "reserved", "few", "gpu"):
         rounds |= pickle.loads((made.folder / f"{name}.told").read_bytes())
     return rounds
 
@@ -128,7 +128,7 @@ def drafts_worth_checking(made: Made, told: dict[str, Told], name: str) -> list[
     ]
 
 
-@pytest.mark.parametrize("name", ["trees", "chains", "chain", "swapped", "few", "GPU's trees"])
+@pytest.mark.parametrize("name", ["trees", "chains", "chain", "reserved", "swapped", "few", "GPU's trees"])
 def test_the_text_is_plain_decodings(told, name):
     texts = told[name].texts
     assert texts == told["plain"].texts[: len(texts)]
@@ -141,6 +141,15 @@ def test_every_tree_is_the_heaps_on_the_definitions_scores(made, told, name):
         tree = assert_heaps_tree(each, scores_LCC, BUDGET)
         branching += len(set(tree.parents)) < len(tree)
     assert branching > MAX_TOKENS
+
+
+def test_a_tree_with_reserved_rows_begins_with_the_chain_that_the_selector_prefers(made, told):
+    changed = 0
+    for each, scores_LCC in drafts_worth_checking(made, told, "reserved"):
+        chain = greedy_chain(scores_LCC)[:RESERVED]
+        assert_heaps_tree(each, scores_LCC, BUDGET, chain)
+        changed += chain != [0] * RESERVED
+    assert changed > MAX_TOKENS  # or each slot's first candidates would do
 
 
 def test_fewer_paths_than_nodes_give_smaller_trees(told):

@@ -235,6 +235,32 @@ def test_a_tree_has_as_many_drafts_as_nodes_and_the_drafters_depth(published):
 
 
 @on_cpu
+def test_rows_are_reserved_in_trees_alone(published):
+    recipe = tiny_recipe("serve.reserve_chain=5")
+    for budget, asked in ((15, {"tree": {"num_slots": 7, "reserved": 5}}), (None, {}), (0, {})):
+        arguments = engine_arguments(recipe.target, recipe.serve, published, budget)
+        assert arguments["additional_config"][SECTION] == asked
+
+
+def test_the_command_line_reserves_rows_before_the_recipe_does(ours):
+    reserving = tiny_recipe("serve.reserve_chain=5").model_dump(mode="json")
+    manifest = json.loads((ours / "draftsmith.json").read_text())
+    (ours / "draftsmith.json").write_text(json.dumps(manifest | {"recipe": reserving}))
+    for given, found in ((None, 5), (3, 3), (0, 0)):
+        assert make_plan(request(ckpt=ours, budget=15, reserve_chain=given)).serve.reserve_chain == found
+
+
+def test_rows_are_not_reserved_where_steps_leave_out_nodes(published):
+    given = {"ckpt": published, "recipe": TINY_RECIPE, "budget": 31, "adapts": True}
+    with pytest.raises(UserError, match=r"--budget auto and serve\.reserve_chain 5: .*--reserve-chain 0"):
+        make_plan(request(**given, reserve_chain=5))
+    recipe = tiny_recipe("serve.reserve_chain=5")
+    with pytest.raises(UserError, match=r"--budget auto and serve\.reserve_chain 5"):
+        engine_arguments(recipe.target, recipe.serve, published, 31, adapts=True)
+    assert make_plan(request(**given, reserve_chain=0)).adapts
+
+
+@on_cpu
 def test_a_pairwise_head_has_the_chain_drafted_by_us(published, tmp_path):
     recipe = tiny_recipe()
     without = engine_arguments(recipe.target, recipe.serve, published, None)
@@ -252,6 +278,17 @@ def test_trees_on_a_gpu_keep_its_graphs(monkeypatch, published):
     monkeypatch.setattr("serve.engine.is_cuda", lambda: True)
     recipe = tiny_recipe("serve.enforce_eager=false")
     assert not engine_arguments(recipe.target, recipe.serve, published, 15)["enforce_eager"]
+
+
+@pytest.mark.parametrize(("settings", "asks"), [(["serve.compile=false"], True), ([], False)])
+def test_without_the_compiler_a_gpu_keeps_graphs_of_decoding(monkeypatch, settings, asks):
+    monkeypatch.setattr("serve.engine.is_cuda", lambda: True)
+    recipe = tiny_recipe("serve.enforce_eager=false", *settings)
+    arguments = engine_arguments(recipe.target, recipe.serve, None, None)
+    expected = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if asks else None
+    assert arguments.get("compilation_config") == expected
+    eager = tiny_recipe("serve.enforce_eager=true", *settings)
+    assert "compilation_config" not in engine_arguments(eager.target, eager.serve, None, None)
 
 
 def test_the_kv_cache_is_as_large_as_the_recipe_says():
@@ -351,6 +388,15 @@ def test_the_trees_that_nobody_asked_for_are_named(ours):
     chain = run_command_line("--ckpt", ours, "--budget", "chain", "--check").stdout
     assert "the DFlash chain, 7 drafts a step" in chain
     assert "the DFlash chain" in run_command_line("--ckpt", ours, "--stock", "--check").stdout
+
+
+def test_reserved_rows_are_named_and_need_trees(ours):
+    done = run_command_line("--ckpt", ours, "--reserve-chain", "99", "--check")
+    assert "7 deep at most; each begins with the greedy chain's first 7" in " ".join(done.stdout.split())
+    for budget in ("chain", "0"):
+        done = run_command_line("--ckpt", ours, "--budget", budget, "--reserve-chain", "5", "--check")
+        assert done.returncode == MISTAKE
+        assert "--reserve-chain 5 is of draft trees" in done.stderr
 
 
 def test_stock_vllm_has_no_trees(ours):

@@ -5,7 +5,9 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from tree_draws import assert_same, draw_reserved, unbatch
 
+from serve.pairwise import walk_chain
 from serve.tree import (
     ROOT,
     Tree,
@@ -16,7 +18,7 @@ from serve.tree import (
     follow_tree,
     grow_tree,
 )
-from serve.tree_batch import TreeBatch, follow_trees, grow_trees, see_ancestors
+from serve.tree_batch import follow_trees, grow_trees, see_ancestors
 
 CASES = 1000
 
@@ -40,12 +42,6 @@ def draw_case(seed: int) -> tuple[np.ndarray, int]:
     num_candidates = int(rng.choice([1, 2, 5, 16]))
     budget = int(rng.choice([1, num_slots, 4, 15, 31, 63]))
     return draw_scores(seed, batch, num_slots, num_candidates), budget
-
-
-def unbatch(trees: TreeBatch, row: int) -> Tree:
-    count = int(trees.num_nodes_B[row])
-    parts = (trees.parents_BN, trees.depths_BN, trees.candidates_BN, trees.scores_BN)
-    return Tree(*(tuple(part[row, :count].tolist()) for part in parts))
 
 
 def paths(tree: Tree) -> list[tuple[int, ...]]:
@@ -86,6 +82,36 @@ def test_a_prefix_of_a_tree_is_the_tree_of_its_size(seed):
         assert cut.candidates == whole.candidates[:size]
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_a_tree_holds_the_reserved_chain_and_the_best_of_all_other_paths(seed):
+    scores = draw_scores(seed, 1, 3, 4)[0]
+    greedy = walk_chain(torch.from_numpy(scores)[None])[0].tolist()
+    chain_paths = [tuple(greedy[:depth]) for depth in (1, 2, 3)]
+    chain_paths = [path for path in chain_paths if path_score(scores, path) > -np.inf]
+    every = [path for depth in (1, 2, 3) for path in product(range(4), repeat=depth)]
+    for reserved, budget in product(range(5), (1, 2, 7, 20)):
+        first = chain_paths[: min(reserved, budget)]
+        others = (float(path_score(scores, path)) for path in every if path not in first)
+        best = [score for score in sorted(others, reverse=True) if score > -np.inf]
+        tree = grow_tree(scores, budget, greedy[:reserved])
+        assert paths(tree)[: len(first)] == first
+        assert list(tree.scores[len(first) :]) == best[: budget - len(first)]
+        assert [float(path_score(scores, path)) for path in paths(tree)] == list(tree.scores)
+        assert len(set(paths(tree))) == len(tree)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_prefix_of_a_tree_with_reserved_rows_is_the_tree_of_its_size(seed):
+    scores, _ = draw_case(seed)
+    (reserved,) = draw_reserved(seed, torch.from_numpy(scores[:1])).tolist()
+    whole = grow_tree(scores[0], 31, reserved)
+    assert all(parent < node for node, parent in enumerate(whole.parents))
+    for size in (1, 2, 9, 30):
+        cut = grow_tree(scores[0], size, reserved)
+        assert cut.parents == whole.parents[:size]
+        assert cut.candidates == whole.candidates[:size]
+
+
 @pytest.mark.parametrize("seed", range(CASES))
 def test_the_devices_trees_are_the_heaps(seed):
     scores, budget = draw_case(seed)
@@ -98,6 +124,58 @@ def test_the_devices_trees_are_the_heaps(seed):
         rows = 1 + len(expected)
         assert np.array_equal(sees[row, :rows, :rows].numpy(), ancestors(expected))
         assert (trees.depths_BN[row, len(expected) :] == 0).all()
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_the_devices_trees_with_reserved_rows_are_the_heaps(seed):
+    scores, budget = draw_case(seed)
+    reserved_BK = draw_reserved(seed, torch.from_numpy(scores))
+    trees = grow_trees(torch.from_numpy(scores), budget, reserved_BK)
+    for row, (one, reserved) in enumerate(zip(scores, reserved_BK.tolist(), strict=True)):
+        expected = grow_tree(one, budget, reserved)
+        assert unbatch(trees, row) == expected
+        assert (trees.depths_BN[row, len(expected) :] == 0).all()
+
+
+def test_the_drawn_reservations_are_of_every_kind():
+    changed = ended = whole = 0
+    for seed in range(CASES):
+        scores, budget = draw_case(seed)
+        scores = torch.from_numpy(scores)
+        reserved_BK = draw_reserved(seed, scores)
+        trees = grow_trees(scores, budget, reserved_BK)
+        without = grow_trees(scores, budget)
+        count = min(reserved_BK.shape[1], budget)
+        begins_B = (trees.candidates_BN[:, :count] == reserved_BK[:, :count]).all(1)
+        begins_B &= (trees.depths_BN[:, :count] == torch.arange(1, count + 1)).all(1)
+        ended += int((~begins_B).sum())  # by a node that is forbidden
+        whole += count == scores.shape[1]
+        changed += int((trees.candidates_BN != without.candidates_BN).any(1).sum())
+    assert changed > CASES
+    assert ended > CASES / 10
+    assert whole > CASES / 10
+
+
+def test_no_reserved_row_changes_nothing():
+    for seed in range(100):
+        scores, budget = draw_case(seed)
+        scores = torch.from_numpy(scores)
+        none_B0 = torch.empty(len(scores), 0, dtype=torch.int64)
+        assert_same(grow_trees(scores, budget, none_B0), grow_trees(scores, budget))
+
+
+def test_a_reserved_node_comes_before_likelier_ones_and_its_sibling_is_numbered_after_it():
+    log_probs = np.log(np.array([[0.6, 0.4], [0.9, 0.1]], dtype=np.float32))
+    tree = grow_tree(broadcast_marginals(log_probs), 4, [1, 1])
+    assert paths(tree) == [(1,), (1, 1), (0,), (0, 0)]  # 0.4, 0.04, 0.6, 0.54
+    assert tree.parents == (ROOT, 0, ROOT, 2)
+
+
+def test_of_equal_nodes_those_after_the_reserved_parent_come_first():
+    """Without reserved rows the other parent's children do."""
+    scores = np.zeros((2, 2, 2), dtype=np.float32)
+    assert paths(grow_tree(scores, 5)) == [(0,), (1,), (0, 0), (0, 1), (1, 0)]
+    assert paths(grow_tree(scores, 5, [1])) == [(1,), (0,), (1, 0), (1, 1), (0, 0)]
 
 
 @pytest.mark.parametrize("seed", range(200))

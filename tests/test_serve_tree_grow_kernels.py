@@ -4,11 +4,22 @@ import numpy as np
 import pytest
 import torch
 from kernel_compile import run_apart
-from tree_draws import DEVICE, IS_CUDA, SLOTS, assert_same, draw_case, draw_scores, draw_trees
+from tree_draws import (
+    DEVICE,
+    IS_CUDA,
+    SLOTS,
+    assert_same,
+    draw_case,
+    draw_reserved,
+    draw_scores,
+    draw_trees,
+    unbatch,
+)
 
 from serve import tree_batch
-from serve.tree import ROOT, Tree, grow_tree
-from serve.tree_batch import Topology, TreeBatch
+from serve.pairwise import walk_chain
+from serve.tree import ROOT, grow_tree
+from serve.tree_batch import Topology
 from serve.tree_grow_kernels import grow_trees, plant_trees
 
 SHARED_BYTES = 99 * 1024  # that sm_86 gives one block of threads
@@ -16,12 +27,6 @@ GROWN, PLANTED = range(120), range(400, 415)
 
 
 # Growing
-
-
-def unbatch(trees: TreeBatch, row: int) -> Tree:
-    count = int(trees.num_nodes_B[row])
-    parts = (trees.parents_BN, trees.depths_BN, trees.candidates_BN, trees.scores_BN)
-    return Tree(*(tuple(part[row, :count].tolist()) for part in parts))
 
 
 @pytest.mark.parametrize("seed", GROWN)
@@ -33,6 +38,42 @@ def test_the_kernels_trees_are_the_twins_and_the_heaps(seed):
     assert trees.parents_BN.dtype == trees.num_nodes_B.dtype == torch.int64
     for row, one in enumerate(scores.cpu().numpy()):
         assert unbatch(trees, row) == grow_tree(one, budget)
+
+
+@pytest.mark.parametrize("seed", GROWN)
+def test_the_kernels_trees_with_reserved_rows_are_the_twins_and_the_heaps(seed):
+    scores, budget = draw_case(seed)
+    reserved_BK = draw_reserved(seed, scores)
+    trees = grow_trees(scores, budget, reserved_BK)
+    assert_same(trees, tree_batch.grow_trees(scores, budget, reserved_BK))
+    for row, one in enumerate(scores.cpu().numpy()):
+        assert unbatch(trees, row) == grow_tree(one, budget, reserved_BK[row].tolist())
+
+
+def test_no_reserved_row_changes_nothing():
+    scores, budget = draw_case(3)
+    none_B0 = torch.empty(len(scores), 0, dtype=torch.int64, device=DEVICE)
+    assert_same(grow_trees(scores, budget, none_B0), grow_trees(scores, budget))
+
+
+def test_a_forbidden_node_ends_the_reserved_ones_for_good():
+    """After slot 1's second candidate nothing may come, so the best path is another, in every later slot."""
+    scores = torch.full((1, 4, 2, 2), -1.0, device=DEVICE)
+    scores[0, 1, 1] = -torch.inf
+    scores[0, :, 0, 1] = -9.0
+    reserved_BK = torch.tensor([[1, 0, 1, 1]], device=DEVICE)
+    trees = grow_trees(scores, 4, reserved_BK)
+    assert_same(trees, tree_batch.grow_trees(scores, 4, reserved_BK))
+    assert trees.candidates_BN[0].tolist() == [1, 0, 0, 0]
+    assert trees.parents_BN[0].tolist() == [ROOT, ROOT, 1, 2]
+
+
+def test_scores_that_are_no_numbers_reserve_nothing():
+    scores = torch.full((1, 3, 2, 2), -1.0, device=DEVICE)
+    scores[0, 1, 0, 0] = torch.nan
+    reserved_BK = torch.zeros(1, 3, dtype=torch.int64, device=DEVICE)
+    found, expected = grow_trees(scores, 3, reserved_BK), tree_batch.grow_trees(scores, 3, reserved_BK)
+    assert found.candidates_BN.tolist() == expected.candidates_BN.tolist() == [[0, 1, 1]]
 
 
 def test_the_drawn_scores_are_of_every_kind():
@@ -63,6 +104,15 @@ def test_scores_of_any_strides_give_the_same_trees():
     strided = scores.permute(axes).contiguous().permute(tuple(np.argsort(axes)))
     assert not strided.is_contiguous()
     assert_same(grow_trees(strided, budget), grow_trees(scores.contiguous(), budget))
+
+
+@pytest.mark.parametrize("axes", [(0, 1), (1, 0)])
+def test_a_chain_of_any_strides_gives_the_same_trees(axes):
+    scores, budget = draw_case(15)
+    chain_BL = walk_chain(scores)
+    strided = chain_BL.permute(axes).contiguous().permute(axes)
+    dense = chain_BL[:, :5].contiguous()
+    assert_same(grow_trees(scores, budget, strided[:, :5]), grow_trees(scores, budget, dense))
 
 
 # Planting
@@ -147,16 +197,17 @@ def shared_bytes(kernel, capability, warps, **sizes):
     target = GPUTarget("cuda", capability, 32)
     return triton.compile(source, target=target, options={"num_warps": warps}).metadata.shared
 
-ones = dict(num_slots=1, num_candidates=1, budget=1)  # which Triton makes constants of
+ones = dict(num_slots=1, num_candidates=1, budget=1, num_reserved=1)  # which Triton makes constants of
 for capability in (86, 90):
     print(shared_bytes(kernels._grow_kernel, capability, 1, TILE_PARENTS=1, TILE_CANDIDATES=1, **ones))
-    print(shared_bytes(kernels._grow_kernel, capability, 1, TILE_PARENTS=16, TILE_CANDIDATES=16))
-    print(shared_bytes(kernels._grow_kernel, capability, 8, TILE_PARENTS=64, TILE_CANDIDATES=64))
+    for none in ({}, dict(reserved=None)):
+        print(shared_bytes(kernels._grow_kernel, capability, 1, TILE_PARENTS=16, TILE_CANDIDATES=16, **none))
+        print(shared_bytes(kernels._grow_kernel, capability, 8, TILE_PARENTS=64, TILE_CANDIDATES=64, **none))
     print(shared_bytes(kernels._plant_kernel, capability, 1))
 """
 
 
 def test_the_kernels_compile_for_sm_86_and_sm_90(tmp_path):
     shared = [number for (number,) in run_apart(COMPILE, tmp_path)]
-    assert len(shared) == 8
+    assert len(shared) == 12
     assert max(shared) <= SHARED_BYTES

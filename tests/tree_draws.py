@@ -4,6 +4,8 @@ import numpy as np
 import torch
 
 from serve import tree_batch
+from serve.pairwise import walk_chain
+from serve.tree import Tree
 from serve.tree_batch import TreeBatch
 
 IS_CUDA = torch.cuda.is_available()
@@ -20,6 +22,23 @@ def assert_same(found: object, expected: object) -> None:
             assert torch.equal(mine if is_float else mine.long(), other if is_float else other.long()), name
         else:
             assert_same(mine, other)
+
+
+def unbatch(trees: TreeBatch, row: int) -> Tree:
+    count = int(trees.num_nodes_B[row])
+    parts = (trees.parents_BN, trees.depths_BN, trees.candidates_BN, trees.scores_BN)
+    return Tree(*(tuple(part[row, :count].tolist()) for part in parts))
+
+
+def draw_reserved(seed: int, scores_BLCC: torch.Tensor) -> torch.Tensor:
+    """Nodes of a chain that have rows reserved, of the greedy one or of any; none of them to all. [B, K]"""
+    rng = np.random.default_rng([seed, 3])
+    batch, num_slots, _, num_candidates = scores_BLCC.shape
+    chain_BL = walk_chain(scores_BLCC)
+    if seed % 3 == 0:
+        drawn = rng.integers(0, num_candidates, (batch, num_slots))
+        chain_BL = torch.from_numpy(drawn).to(scores_BLCC.device)
+    return chain_BL[:, : rng.integers(0, num_slots + 1)]
 
 
 def draw_scores(

@@ -95,6 +95,7 @@ def main(
     """Make a target and a drafter for it, and measure what they are worth."""
     given = overrides or []
     recipe = load_recipe(recipe_path, given)
+    resolved_path(recipe).parent.mkdir(parents=True, exist_ok=True)
     write_text(resolved_path(recipe), recipe.model_dump_json() + "\n")
     end = time.monotonic() + minutes * 60
     console = Console(soft_wrap=True, highlight=False)

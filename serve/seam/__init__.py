@@ -6,6 +6,7 @@ vLLM calls `register` in each of its processes (entry point `vllm.general_plugin
     {"draftsmith": {}}                                           on a CPU: what its build lacks (processor.py)
     {"draftsmith": {"capture": {"target_layer_ids": [1, 3]}}}    and capture of tap states (capturing.py)
     {"draftsmith": {"tree": {"num_slots": 7}}}                   and draft trees (trees.py)
+    {"draftsmith": {"tree": {..., "reserved": 5}}}               that begin with the greedy chain's nodes
     {"draftsmith": {"tree": {..., "costs": {...}}}}              verified as far as is worth it (budgets.py)
     {"draftsmith": {"swap": {"config": {...}, ...}}}             and other drafters later (swapping.py)
 
@@ -40,6 +41,8 @@ class SeamOptions:
     """Depth that the drafter works at under trees; None drafts vLLM's own chain."""
     chains: bool = False
     """Every tree is a chain: the one that a pairwise head prefers."""
+    reserved: int = 0
+    """Nodes of the greedy chain that come first in every tree."""
     costs: Mapping[str, Any] | None = None
     """Of steps, as `budgets.CostOptions` reads them; None verifies trees whole."""
     served: Served | None = None
@@ -60,6 +63,7 @@ def read_options(additional_config: object) -> SeamOptions | None:
         final_states=capture.get("final_states", False),
         num_slots=section["tree"]["num_slots"] if "tree" in section else None,
         chains=section.get("tree", {}).get("chains", False),
+        reserved=section.get("tree", {}).get("reserved", 0),
         costs=section.get("tree", {}).get("costs"),
         served=Served(**section["swap"]) if "swap" in section else None,
     )
@@ -119,4 +123,6 @@ def _prepare(vllm_config: Any, options: SeamOptions) -> None:
         from serve.seam.trees import install_trees
 
         costs = None if options.costs is None else CostOptions.parse(options.costs)
-        install_trees(vllm_config, options.num_slots, chains=options.chains, costs=costs)
+        install_trees(
+            vllm_config, options.num_slots, chains=options.chains, costs=costs, reserved=options.reserved
+        )

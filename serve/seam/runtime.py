@@ -57,6 +57,8 @@ class StepLimits:
     """No request has another tree than a chain."""
     adapts: bool = False
     """How much of the trees a step verifies is chosen in each, on the device (`serve.seam.budgets`)."""
+    reserved: int = 0
+    """The greedy chain's nodes that come first in every tree, if it is as long."""
 
 
 class TreeRuntime:

@@ -5,6 +5,7 @@ graphs it keeps; the tree is grown where that one takes its argmax.
 """
 
 # B=requests  L=slots  N=nodes  C=candidates of a slot  V=vocabulary  T=B x L  D=hidden size
+# K=nodes with reserved rows
 
 import copy
 from dataclasses import dataclass
@@ -31,6 +32,14 @@ class Scored:
     """As `serve.tree.grow_tree` takes them."""
     chain_BL: torch.Tensor | None
     """The chain's candidates; None: each slot's first."""
+
+    def reserve(self, count: int) -> torch.Tensor | None:
+        """Candidates of as many of the chain's nodes, or of all that it has; None for none. [B, K]"""
+        if count == 0:
+            return None
+        if self.chain_BL is None:
+            return torch.zeros_like(self.tokens_BLC[:, :count, 0])
+        return self.chain_BL[:, :count]
 
 
 class TreeSpeculator(DFlashSpeculator):
@@ -88,7 +97,8 @@ class TreeSpeculator(DFlashSpeculator):
     ) -> torch.Tensor:
         """Grows and plants the trees of this step; the return value is the chain's, [B x L]."""
         scored = self._score_slots(hidden_states)
-        trees = self.runtime.grow_trees(scored.scores_BLCC, self.runtime.budget)
+        limits = self.runtime.limits
+        trees = self.runtime.grow_trees(scored.scores_BLCC, limits.budget, scored.reserve(limits.reserved))
         slots_B = idx_mapping[:: self.num_speculative_steps]  # negative for a graph's padding
         tokens_BN = self.runtime.plant(slots_B, trees, scored.tokens_BLC, scored.chain_BL)
         self._tokens_BN[: len(tokens_BN)] = tokens_BN

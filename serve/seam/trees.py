@@ -31,10 +31,13 @@ from serve.seam.verifier import TreeVerifier
 _logger = init_logger("vllm.draftsmith")  # below vllm's own, whose settings it shares
 
 
-def install_trees(vllm_config: Any, num_slots: int, *, chains: bool, costs: CostOptions | None) -> None:
+def install_trees(
+    vllm_config: Any, num_slots: int, *, chains: bool, costs: CostOptions | None, reserved: int
+) -> None:
     """For this process, whose engines all draft trees then: vLLM's registries are the process's own.
 
-    chains: every request's tree is a chain.  costs: None verifies trees whole.
+    chains: every request's tree is a chain.  costs: None verifies trees whole.  reserved: nodes of the greedy
+    chain that come first in every tree.
 
     Raises SeamError for what trees cannot do yet, by name.
     """
@@ -53,7 +56,7 @@ def install_trees(vllm_config: Any, num_slots: int, *, chains: bool, costs: Cost
     def init_speculator(config: Any, device: torch.device, _req_states: Any) -> TreeSpeculator:
         most_rows = sizes.max_num_batched_tokens
         depth, adapts = min(num_slots, budget), costs is not None
-        limits = StepLimits(budget, depth, sizes.max_num_seqs, most_rows, chains, adapts)
+        limits = StepLimits(budget, depth, sizes.max_num_seqs, most_rows, chains, adapts, reserved)
         built.append(speculator_class(config, device, runtime_class(limits, device)))
         return built[-1]
 
