@@ -23,7 +23,8 @@ from transformers import AutoTokenizer
 from data.engines import Command, Engine, Measurement, Swap, running_engines, share_out, tell_all
 from data.filling import Tally, make_shards, report_round
 from data.groups import Rendered, render
-from data.prompts import load_prompts
+from data.outcome import show_skips
+from data.prompts import load_suite_prompts
 from data.rounds import check_shares, read_round, share_shards, write_round
 from data.shard_plan import ShardPlan, make_plan
 from recipes.errors import run_command
@@ -50,6 +51,7 @@ def main(
         follow_parent(parent)
     enter_environment()
     plan = make_plan(load_recipe(recipe_path, overrides or []))
+    show_skips(plan)
     check_shares(len(plan.groups), plan.recipe.rounds)
     with ExitStack() as stack:
         fleet = stack.enter_context(Fleet(plan))
@@ -101,7 +103,8 @@ def take_pulses(recipe: Recipe, engines: list[Engine]) -> list[Pulse]:
 def _pulse_prompts(recipe: Recipe) -> list[Rendered]:
     target = recipe.target
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(target.model), revision=target.revision)
-    return render(load_prompts(recipe.eval.suite, recipe.rounds.pulse_prompts), tokenizer)
+    prompts = load_suite_prompts(recipe.eval.suite, recipe.rounds.pulse_prompts, recipe.data)
+    return render(prompts, tokenizer)
 
 
 class Fleet:

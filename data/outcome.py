@@ -1,11 +1,16 @@
 """What the data phase left behind, as a table for people."""
 
+from collections import Counter
+from collections.abc import Mapping
+
 from rich.console import Console
 from rich.table import Table
 
 from data.filling import Tally
 from data.shard_plan import ShardPlan
 from data.shards import supervised_share
+from data.skips import describe_skips
+from recipes.manifest import ShardManifest
 
 
 def show_outcome(plan: ShardPlan, tally: Tally) -> None:
@@ -17,17 +22,25 @@ def show_outcome(plan: ShardPlan, tally: Tally) -> None:
     console.print(f"shards {plan.folder}")
 
 
+def show_skips(plan: ShardPlan) -> None:
+    """What the sources of prompts left out; nothing where there is nothing to tell."""
+    if told := describe_skips(plan.skips):
+        Console(soft_wrap=True, highlight=False, markup=False).print(told)
+
+
 def _rows(plan: ShardPlan, tally: Tally) -> dict[str, str]:
     manifest, asked = plan.writer.manifest, plan.recipe.data.num_prompts
     rows = {"prompts": f"{plan.num_prompts}"}
     if plan.num_prompts < asked:
-        rows["prompts"] += f" (the recipe asks for {asked}; {plan.recipe.data.prompts} has no more)"
+        rows["prompts"] += f" (the recipe asks for {asked}; {plan.recipe.data.named_prompts} has no more)"
     rows |= {
         "sequences": f"{sum(entry.sequences for entry in manifest.shards)} in {len(manifest.shards)} shards",
         "tokens": f"{sum(entry.tokens for entry in manifest.shards)}",
         "supervised": f"{supervised_share(manifest):.1%}",
         "dropped": _counts(manifest.dropped),
     }
+    if cut := count_cut(manifest):
+        rows["ended early"] = _counts(cut)
     if not plan.missing:
         return rows | {"this run": "nothing to do, every shard is there"}
     rows["ends, this run"] = _counts(tally.finish_reasons)
@@ -40,5 +53,10 @@ def _rows(plan: ShardPlan, tally: Tally) -> dict[str, str]:
     return rows
 
 
-def _counts(counts: dict[str, int]) -> str:
+def count_cut(manifest: ShardManifest) -> Counter[str]:
+    """Reason -> conversations that end before their last turn."""
+    return sum((Counter(entry.cut) for entry in manifest.shards), Counter[str]())
+
+
+def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items() if count) or "none"

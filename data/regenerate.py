@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from data.filling import fill_shards
-from data.outcome import show_outcome
+from data.outcome import show_outcome, show_skips
 from data.shard_plan import make_plan
 from recipes.errors import run_command
 from recipes.load import check_against_target, load_recipe, write_resolved
@@ -28,6 +28,7 @@ def main(
     enter_environment()
     write_resolved(recipe, recipe.output_dir)
     plan = make_plan(recipe)
+    show_skips(plan)
     tally = fill_shards(plan)
     show_outcome(plan, tally)
 

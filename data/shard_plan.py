@@ -1,22 +1,21 @@
 """What a data phase has to do: its shards, which are there already, and whether those belong to it."""
 
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from transformers import AutoTokenizer
-
-from data.groups import Rendered, group_by_shard, render
-from data.prompts import load_prompts
+from data.groups import Begun, Rendered, begin, group_by_shard
+from data.mixture import load_conversations
+from data.render import ChatTemplate, load_chat_template
 from data.rounds import share_shards
 from data.shards import MANIFEST_NAME, SPOOL_NAME, ShardWriter, check_file, shard_name
+from data.skips import Skips, count_skips
 from recipes.errors import UserError
 from recipes.footprint import SEQUENCE_BYTES
 from recipes.job import captured_bytes
-from recipes.load import resolve_model
-from recipes.manifest import ShardManifest, identify_target, provenance, read_manifest
+from recipes.manifest import ShardEntry, ShardManifest, identify_target, provenance, read_manifest
 from recipes.schema import Data, Recipe, Rounds
 
 _WITHOUT_EFFECT = (
@@ -41,6 +40,10 @@ class ShardPlan:
     missing: list[int]
     """When it was made."""
     writer: ShardWriter
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Reason -> conversations in which there is no turn to answer."""
+    skips: Sequence[Skips] = ()
+    """What the sources of its prompts left out."""
 
     @property
     def spool(self) -> Path:
@@ -57,32 +60,65 @@ class ShardPlan:
             self.writer.finish(self.count_dropped())
 
     def count_dropped(self) -> dict[str, int]:
-        """Once every shard is there: reason -> prompts without a sequence."""
-        planned, shards = sum(map(len, self.groups)), self.writer.manifest.shards
-        incomplete = sum(entry.incomplete for entry in shards)
+        """Once every shard is there: reason -> prompts without a sequence, and rows that are no prompts."""
+        planned = sum(map(len, self.groups))
         return {
-            "prompt_too_long": self.num_prompts - planned,
-            "empty_answer": planned - sum(entry.sequences for entry in shards) - incomplete,
-            "incomplete": incomplete,
+            "prompt_too_long": self.num_prompts - planned - sum(self.left_out.values()),
+            **count_without(planned, self.writer.manifest.shards),
+            **self.left_out,
+            **count_skips(self.skips),
         }
+
+
+def count_without(planned: int, shards: Sequence[ShardEntry]) -> dict[str, int]:
+    """Reason -> conversations without a sequence, of those that these shards were made of."""
+    with_one = sum(entry.sequences - entry.further for entry in shards)
+    incomplete = sum(entry.incomplete for entry in shards)
+    dropped: Counter[str] = Counter()
+    for entry in shards:
+        dropped.update(entry.dropped)
+    empty = planned - with_one - incomplete - dropped.total()
+    return {"empty_answer": empty, "incomplete": incomplete, **dropped}
 
 
 def make_plan(recipe: Recipe) -> ShardPlan:
     """Reads the prompts and the folder.  Raises UserError if the folder's shards are of another making."""
     folder = recipe.output_dir / "shards"
     writer = ShardWriter(folder, _read_or_begin(recipe, folder))
-    prompts = render(load_prompts(recipe.data.prompts, recipe.data.num_prompts), _load_tokenizer(recipe))
-    short = [prompt for prompt in prompts if len(prompt.token_ids) <= recipe.data.max_prompt_tokens]
-    if not short:
-        raise UserError(
-            f"data.max_prompt_tokens {recipe.data.max_prompt_tokens}: every one of the {len(prompts)} prompts"
-            f" of {recipe.data.prompts} is longer; write a larger one"
-        )
-    groups = group_by_shard(short, recipe.data)
+    template = load_chat_template(recipe.target)
+    _check_thinking(recipe, template)
+    loaded = load_conversations(recipe.data)
+    begun = begin(loaded.conversations, template, recipe.data)
+    groups = group_by_shard(_find_short(begun, recipe.data), recipe.data)
     check_room(recipe, groups, writer.manifest.hidden_size)
-    plan = ShardPlan(recipe, folder, len(prompts), groups, _find_missing(groups, writer), writer)
+    missing = _find_missing(groups, writer)
+    found = len(loaded.conversations)
+    plan = ShardPlan(recipe, folder, found, groups, missing, writer, begun.left_out, loaded.skips)
     shutil.rmtree(plan.spool, ignore_errors=True)  # of an interrupted run
     return plan
+
+
+def _check_thinking(recipe: Recipe, template: ChatTemplate) -> None:
+    asked = [mode for mode in recipe.data.thinking if mode != "template"]
+    if asked and not template.source().has_thinking_switch:
+        raise UserError(
+            f"data.thinking {' and '.join(asked)}: the chat template of {recipe.target.model} has no"
+            " enable_thinking; write template"
+        )
+
+
+def _find_short(begun: Begun, data: Data) -> list[Rendered]:
+    """Raises UserError where there is none."""
+    if not begun.prompts:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in begun.left_out.items())
+        raise UserError(f"data.prompts {data.named_prompts}: no conversation can be answered: {reasons}")
+    short = [prompt for prompt in begun.prompts if len(prompt.token_ids) <= data.max_prompt_tokens]
+    if not short:
+        raise UserError(
+            f"data.max_prompt_tokens {data.max_prompt_tokens}: every one of the {len(begun.prompts)} prompts"
+            f" of {data.named_prompts} is longer; write a larger one"
+        )
+    return short
 
 
 def check_room(recipe: Recipe, groups: Sequence[Sequence[Rendered]], hidden_size: int) -> None:
@@ -109,22 +145,12 @@ def check_room(recipe: Recipe, groups: Sequence[Sequence[Rendered]], hidden_size
 
 def _count_tokens(group: Sequence[Rendered], data: Data) -> int:
     """At most."""
-    return sum(len(prompt.token_ids) + data.sampling.max_tokens for prompt in group)
+    return sum(prompt.most_tokens(data) for prompt in group)
 
 
 def _find_missing(groups: list[list[Rendered]], writer: ShardWriter) -> list[int]:
     written = {entry.file for entry in writer.manifest.shards}
     return [number for number in range(len(groups)) if shard_name(number) not in written]
-
-
-def _load_tokenizer(recipe: Recipe) -> Any:
-    name = resolve_model(recipe.target.model)
-    tokenizer = AutoTokenizer.from_pretrained(name, revision=recipe.target.revision)
-    if tokenizer.chat_template is None:
-        raise UserError(
-            f"target {recipe.target.model}: expected a tokenizer with a chat template, found none"
-        )
-    return tokenizer
 
 
 def _read_or_begin(recipe: Recipe, folder: Path) -> ShardManifest:
@@ -167,10 +193,10 @@ def _refuse_other(path: Path, found: ShardManifest, wanted: ShardManifest) -> No
     for name in ("count", "first_share"):  # which shard is of which round
         earlier = found.recipe.get("rounds", Rounds().model_dump())
         pairs[f"rounds.{name}"] = (earlier[name], wanted.recipe["rounds"][name])
+    defaults = Data(prompts="", num_prompts=1).model_dump(mode="json")  # of shards older than a setting
     for name, value in wanted.recipe["data"].items():
         if name not in _WITHOUT_EFFECT:
-            default = Data.model_fields[name].get_default()  # of shards that are older than the setting
-            pairs[f"data.{name}"] = (found.recipe["data"].get(name, default), value)
+            pairs[f"data.{name}"] = (found.recipe["data"].get(name, defaults[name]), value)
     differences = [
         f"{name}: found {old}, the recipe says {new}" for name, (old, new) in pairs.items() if old != new
     ]

@@ -15,14 +15,17 @@ from pydantic_core import ErrorDetails
 from recipes.errors import UserError
 from recipes.manifest import provenance, write_json, write_text
 from recipes.problems import describe_found, describe_problem, dotted_path
-from recipes.schema import Recipe
+from recipes.schema import Recipe, Source
 from recipes.schema_paths import is_section, nearest_path, schema_fields
 from recipes.target_config import check_against_target, resolve_model
 from recipes.yaml_text import format_yaml, parse_yaml
 
 __all__ = ["check_against_target", "load_recipe", "resolve_model", "write_resolved"]
 
-_KINDS: dict[Any, str] = {int: "an integer", float: "a number", str: "text", Path: "a path"}
+_KINDS: dict[Any, str] = {
+    **{int: "an integer", float: "a number", str: "text", Path: "a path"},
+    str | list[Source]: "text or a list of sources",
+}
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:

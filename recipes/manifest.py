@@ -71,8 +71,14 @@ class ShardEntry(Record):
     sequences: Count
     tokens: Count
     supervised_tokens: Count
+    further: Count = 0
+    """Of the sequences, those that hold later turns of a conversation that has another sequence."""
     incomplete: Count = 0
-    """Answers left out since the engine gave them up or their states were not all captured."""
+    """Conversations left out since the engine gave an answer up or its states were not all captured."""
+    dropped: dict[str, Count] = {}
+    """Reason -> conversations left out for another one; those with an empty answer are in no count."""
+    cut: dict[str, Count] = {}
+    """Reason -> conversations that have a sequence, but end before their last turn."""
     round: Count = 0
     """Of the loop, in which it was made."""
     is_consumed: bool = False

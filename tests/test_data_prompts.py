@@ -62,15 +62,21 @@ def test_the_id_is_of_the_messages_alone():
         {"messages": []},
         {"messages": [{"role": "robot", "content": "x"}]},
         {"messages": [{"role": "user", "content": ""}]},
-        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
+        {"messages": [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]},
     ],
 )
 def test_a_bad_line_is_left_out_counted_and_named(tmp_path, caplog, bad):
     path = write_lines(tmp_path / "p.jsonl", ask("a"), bad, ask("b"))
     with caplog.at_level(logging.WARNING):
         assert len(load_prompts(path, 9)) == 2
-    assert "1 of 3 lines" in caplog.text
+    assert "1 of 3 rows" in caplog.text
     assert "line 2:" in caplog.text
+
+
+def test_the_answer_at_the_end_is_left_to_the_target(tmp_path):
+    answered = {"messages": [*ask("a")["messages"], {"role": "assistant", "content": "y"}]}
+    path = write_lines(tmp_path / "p.jsonl", answered, ask("a"), ask("b"))
+    assert load_prompts(path, 9) == [make_prompt(ask(text)["messages"]) for text in "ab"]
 
 
 def test_a_file_of_bad_lines_only_is_refused(tmp_path):

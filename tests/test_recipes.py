@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -277,6 +278,35 @@ def test_every_problem_is_told_at_once_on_a_line_of_its_own(edited):
     )
     assert lines[0] == f"{path}: 6 problems"
     assert len(lines) == 1 + 6
+
+
+def test_a_temperature_is_a_number_or_a_list_and_a_list_of_one_is_that_number():
+    texts = ["0.7", "[0.7]", "[0, 0.7]"]
+    one, alone, two = (load_recipe(SMALL, [f"data.sampling.temperature={text}"]) for text in texts)
+    assert one == alone
+    dumped = [recipe.model_dump(mode="json")["data"]["sampling"]["temperature"] for recipe in (one, two)]
+    assert dumped == [0.7, [0.0, 0.7]]
+    assert [two.data.sampling.choose(seed).temperature for seed in range(5)] == [0, 0.7, 0, 0.7, 0]
+    (line,) = complaint(SMALL, "data.sampling.temperature=[0.7, -1]")
+    assert "data.sampling.temperature[1]: expected a number greater than or equal to 0, found -1" in line
+    (line,) = complaint(SMALL, "data.sampling.temperature=[]")
+    assert "data.sampling.temperature: List should have at least 1 item" in line
+
+
+def test_thinking_is_a_mode_or_weights_of_modes_and_a_mode_alone_has_no_weight():
+    texts = ["off", "{off: 3}", "{on: 1, off: 3}", "{off: 3, on: 1}"]
+    one, alone, two, turned = (load_recipe(SMALL, [f"data.thinking={text}"]) for text in texts)
+    dumped = [recipe.model_dump(mode="json")["data"]["thinking"] for recipe in (one, alone, two)]
+    assert dumped == ["off", "off", {"on": 1.0, "off": 3.0}]
+    ids = [f"{number:016x}" for number in range(2000)]
+    chosen = Counter(two.data.choose_thinking(id) for id in ids)
+    assert chosen == {"on": pytest.approx(500, abs=80), "off": pytest.approx(1500, abs=80)}
+    assert all(two.data.choose_thinking(id) == turned.data.choose_thinking(id) for id in ids)
+    assert {load_recipe(SMALL).data.choose_thinking(id) for id in ids} == {"template"}
+    for text, expected in {"maybe": "maybe", "{on: 0}": "greater than 0", "{}": "at least 1"}.items():
+        assert any(
+            "data.thinking" in line and expected in line for line in complaint(SMALL, f"data.thinking={text}")
+        )
 
 
 # Broken files

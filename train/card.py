@@ -218,9 +218,9 @@ def _facts(manifest: CheckpointManifest) -> dict[str, str]:
     return {
         "target": f"{target.model} in {target.dtype}, fingerprint `{target.fingerprint}`",
         "recipe": f"`{recipe.name}`",
-        "data": f"its answers to {data.num_prompts:,} prompts of `{_without_folder(data.prompts)}` at most;"
-        f" {manifest.sequences_seen:,} sequences ({manifest.tokens_seen:,} tokens) were trained on, repeats"
-        " counted",
+        "data": f"its answers to {data.num_prompts:,} prompts of"
+        f" `{_without_folder(data.named_prompts)}` at most; {manifest.sequences_seen:,} sequences"
+        f" ({manifest.tokens_seen:,} tokens) were trained on, repeats counted",
         "objective": _settings(recipe.train.objective.model_dump(mode="json")),
         "begun": _describe_beginning(manifest.init_from),
         "trained": _describe_trained(recipe.train),
