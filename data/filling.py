@@ -13,7 +13,7 @@ from data.answer_bar import answer_bar
 from data.engines import Advanced, Engine, Work, running_engines, share_out
 from data.rounds import share_shards, write_round
 from data.shard_maker import Made
-from data.shard_plan import ShardPlan
+from data.shard_plan import ShardPlan, count_without
 from data.shards import shard_name
 from recipes.errors import UserError
 from recipes.manifest import Captured, RoundManifest
@@ -67,7 +67,7 @@ def make_shards(
 ) -> None:
     """Has the engines make these shards, as those of a round; shows how far they are."""
     work = [Work(number, plan.groups[number]) for number in numbers]
-    with answer_bar(sum(len(each.prompts) for each in work)) as bar:
+    with answer_bar(sum(prompt.num_turns for each in work for prompt in each.prompts)) as bar:
         for event in share_out(engines, work):
             if isinstance(event, Made):
                 entry = event.entry.model_copy(update={"round": of_round})
@@ -98,17 +98,16 @@ def count_captured(plan: ShardPlan, number: int, tally: Tally) -> Captured:
     names = {shard_name(shard) for shard in share}
     entries = [entry for entry in plan.writer.manifest.shards if entry.file in names]
     paths = [plan.folder / entry.file for entry in entries if not entry.is_consumed]
-    sequences = sum(entry.sequences for entry in entries)
-    incomplete = sum(entry.incomplete for entry in entries)
-    too_long = plan.num_prompts - sum(map(len, plan.groups))
+    planned = sum(len(plan.groups[shard]) for shard in share)
+    too_long = plan.num_prompts - sum(map(len, plan.groups)) - sum(plan.left_out.values())
     return Captured(
-        sequences=sequences,
+        sequences=sum(entry.sequences for entry in entries),
         tokens=sum(entry.tokens for entry in entries),
         shard_bytes=sum(path.stat().st_size for path in paths),
         dropped={
             "prompt_too_long": too_long if number == 0 else 0,
-            "empty_answer": sum(len(plan.groups[shard]) for shard in share) - sequences - incomplete,
-            "incomplete": incomplete,
+            **count_without(planned, entries),
+            **(plan.left_out if number == 0 else {}),
         },
         least_cosine=min(tally.least_cosines.values(), default=None),
     )

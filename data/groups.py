@@ -3,12 +3,17 @@
 A shard's prompts are known before any is answered, so a shard made again is the same shard.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from data.conversations import Conversation
 from data.prompts import Prompt
-from recipes.schema import Data
+from data.render import ChatTemplate
+from data.turns import find_turns
+from recipes.errors import UserError
+from recipes.schema import Data, Thinking
 
 
 @dataclass(frozen=True)
@@ -17,21 +22,73 @@ class Rendered:
 
     id: str
     token_ids: list[int]
-    """Up to and with the head of the assistant's turn."""
+    """Up to and with the head of the assistant's turn, the first that is answered."""
+    conversation: Conversation | None = None
+    """Where further turns are answered."""
+    turns: tuple[int, ...] = (0,)
+    """As `data.turns.find_turns`; only their number counts where there is one."""
+    thinking: Thinking = "template"
+    further_tokens: int = 0
+    """The most that the prompts of further turns have."""
 
     @property
     def seed(self) -> int:
-        """Of its answer's sampling: 60 bits of the id."""
+        """Of its first answer's sampling: 60 bits of the id."""
         return int(self.id[:15], 16)
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.turns)
+
+    def most_tokens(self, data: Data) -> int:
+        """Of its sequences, where none goes on in another."""
+        return len(self.token_ids) + self.further_tokens + self.num_turns * data.sampling.max_tokens
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Conversations up to their first turn."""
+
+    prompts: list[Rendered]
+    left_out: Counter[str]
+    """Reason -> conversations that have no such turn."""
 
 
 def render(prompts: Iterable[Prompt], tokenizer: Any) -> list[Rendered]:
-    return [Rendered(prompt.id, _render_one(prompt, tokenizer)) for prompt in prompts]
+    """Each with the answer that follows its last message."""
+    template = ChatTemplate(tokenizer)
+    return [Rendered(prompt.id, template.render(prompt.messages, prompt.tools)) for prompt in prompts]
 
 
-def _render_one(prompt: Prompt, tokenizer: Any) -> list[int]:
-    messages = [dict(message) for message in prompt.messages]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+def begin(conversations: Iterable[Conversation], template: ChatTemplate, data: Data) -> Begun:
+    """In order; the target answers every turn that `find_turns` finds."""
+    begun = Begun([], Counter())
+    for conversation in conversations:
+        turns = tuple(find_turns(conversation))
+        if not turns:
+            begun.left_out["nothing_to_answer"] += 1
+            continue
+        try:
+            begun.prompts.append(_begin_one(conversation, turns, template, data))
+        except UserError:
+            begun.left_out["refused_by_template"] += 1
+    return begun
+
+
+def _begin_one(
+    conversation: Conversation, turns: tuple[int, ...], template: ChatTemplate, data: Data
+) -> Rendered:
+    """Raises UserError where the template refuses it."""
+    thinking = data.choose_thinking(conversation.id)
+    first, *further = [
+        template.render(conversation.messages[:turn], conversation.tools, thinking) for turn in turns
+    ]
+    if not further:
+        return Rendered(conversation.id, first)
+    # the target's answers may be longer than the given ones, but no prompt is longer than is allowed
+    lengths = [len(ids) + number * data.sampling.max_tokens for number, ids in enumerate(further, start=1)]
+    most = sum(min(length, data.max_prompt_tokens) for length in lengths)
+    return Rendered(conversation.id, first, conversation, turns, thinking, most)
 
 
 def group_by_shard(prompts: Sequence[Rendered], data: Data) -> list[list[Rendered]]:
@@ -43,5 +100,5 @@ def group_by_shard(prompts: Sequence[Rendered], data: Data) -> list[list[Rendere
             groups.append([])
             room = data.shard_tokens
         groups[-1].append(prompt)
-        room -= len(prompt.token_ids) + data.sampling.max_tokens
+        room -= prompt.most_tokens(data)
     return groups

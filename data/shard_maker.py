@@ -1,4 +1,4 @@
-"""One engine's part of the data phase: answers groups of prompts, checks their states, writes shard files.
+"""One engine's part of the data phase: answers conversations, checks their states, writes shard files.
 
 Runs in a process of its own (`data.engines` starts it and hears of what it did); the manifest is not its
 business.
@@ -7,15 +7,15 @@ business.
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from data import shards
 from data.check_taps import NamedSequence
+from data.dialogue import Dialogue
 from data.groups import Rendered
+from data.render import ChatTemplate, load_chat_template
 from data.shard_check import ShardCheck
 from data.shards import write_shard_file
 from recipes.errors import UserError
@@ -40,12 +40,22 @@ class Made:
 
 
 @dataclass(frozen=True)
+class Losses:
+    """What a shard does not have of its conversations; the fields are those of its `ShardEntry`."""
+
+    further: int
+    incomplete: int
+    dropped: Mapping[str, int]
+    cut: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Unwritten:
     """A shard that was generated."""
 
     number: int
     sequences: Sequence[NamedSequence]
-    incomplete: int
+    losses: Losses
     again: Mapping[int, float]
     """Layer -> the least cosine, with what the engine read again."""
     made: "partial[Made]"
@@ -74,6 +84,7 @@ class ShardMaker:
             sleeps=sleeps,
         )
         self._check = ShardCheck(recipe, self._engine.read)
+        self._template: ChatTemplate | None = None
 
     def swap(self, ckpt: Path) -> None:
         """Another checkpoint drafts from now on."""
@@ -97,14 +108,16 @@ class ShardMaker:
         return self.write(self.generate(number, prompts))
 
     def generate(self, number: int, prompts: Sequence[Rendered]) -> Unwritten:
-        """Its states stay in the spool's files, which have no names any more, for as long as it lives."""
+        """Answers every turn.
+
+        States stay in the spool's files, which have no names any more, for as long as what is returned lives.
+        """
         start = time.monotonic()
-        answers = self._answer(prompts)
+        dialogues = [Dialogue(prompt, self._recipe.data, self._template_for(prompt)) for prompt in prompts]
+        answers = self._answer_all(dialogues)
         seconds = time.monotonic() - start
-        pairs = zip(prompts, answers, strict=True)
-        kept = [(prompt, answer) for prompt, answer in pairs if is_whole(answer) and not is_empty(answer)]
-        named = [NamedSequence(prompt.id, make_sequence(prompt, answer)) for prompt, answer in kept]
-        accepted = [count_accepted(answer) for _, answer in kept]
+        kept = [each for dialogue in dialogues for each in dialogue.sequences()]
+        named = [each.named for each in kept]
         made = partial(
             Made,
             emitted_tokens=sum(len(answer.token_ids) for answer in answers),
@@ -112,8 +125,8 @@ class ShardMaker:
             seconds=seconds,
             finish_reasons=Counter(answer.finish_reason for answer in answers),
         )
-        again = self._check.compare_again(number, named, accepted)
-        return Unwritten(number, named, sum(not is_whole(answer) for answer in answers), again, made)
+        again = self._check.compare_again(number, named, [each.accepted for each in kept])
+        return Unwritten(number, named, count_losses(dialogues), again, made)
 
     def write(self, shard: Unwritten) -> Made:
         """Looks through it first.  The engine may go on meanwhile, in another thread."""
@@ -123,12 +136,46 @@ class ShardMaker:
             sequences = [part_final(each, len(self._recipe.drafter.target_layer_ids)) for each in sequences]
         prompt_ids = [each.name for each in shard.sequences]
         entry = write_shard_file(self._folder, shard.number, sequences, prompt_ids)
-        entry = entry.model_copy(update={"incomplete": shard.incomplete})
+        entry = entry.model_copy(update=asdict(shard.losses))
         return shard.made(entry=entry, least_cosines=merge_least(shard.again, with_target))
 
-    def _answer(self, prompts: Sequence[Rendered]) -> list[Answer]:
-        requests = [Request(prompt.token_ids, prompt.seed) for prompt in prompts]
-        return self._engine.answer(requests, self._recipe.data.sampling, self._on_step)
+    def _template_for(self, prompt: Rendered) -> ChatTemplate | None:
+        """Loaded once, where it is needed at all."""
+        if self._template is None and prompt.num_turns > 1:
+            self._template = load_chat_template(self._recipe.target)
+        return self._template
+
+    def _answer_all(self, dialogues: Sequence[Dialogue]) -> list[Answer]:
+        """All first events together, then all second ones, until every dialogue has ended."""
+        found = []
+        while asking := [dialogue for dialogue in dialogues if dialogue.request is not None]:
+            for dialogue, answer in zip(asking, self._answer(asking), strict=True):
+                dialogue.add(answer)
+                found.append(answer)
+        return found
+
+    def _answer(self, asking: Sequence[Dialogue]) -> list[Answer]:
+        """One event of each, in their order; those of one temperature at a time."""
+        samplings = [self._recipe.data.sampling.choose(dialogue.prompt.seed) for dialogue in asking]
+        answers: dict[int, Answer] = {}
+        for sampling in dict.fromkeys(samplings):
+            alike = [number for number, chosen in enumerate(samplings) if chosen == sampling]
+            requests = [request for number in alike if (request := asking[number].request) is not None]
+            found = self._engine.answer(requests, sampling, self._on_step)
+            answers |= zip(alike, found, strict=True)
+        return [answers[number] for number in range(len(asking))]
+
+
+def count_losses(dialogues: Sequence[Dialogue]) -> Losses:
+    """What became of ended ones."""
+    ends = [(len(dialogue.sequences()), dialogue.reason) for dialogue in dialogues]
+    dropped = Counter(reason for kept, reason in ends if reason is not None and kept == 0)
+    return Losses(
+        further=sum(max(0, kept - 1) for kept, _ in ends),
+        incomplete=dropped.pop("incomplete", 0),
+        dropped={reason: count for reason, count in dropped.items() if reason != "empty_answer"},
+        cut=dict(Counter(reason for kept, reason in ends if reason is not None and kept > 0)),
+    )
 
 
 def merge_least(*found: Mapping[int, float]) -> dict[int, float]:
@@ -155,26 +202,3 @@ def count_pulse(answers: Sequence[Answer], temperature: float, *, is_chain: bool
         committed_tokens=sum(sizes),
         reached=[sum(size > depth for size in sizes) for depth in range(1, max(sizes))],
     )
-
-
-def is_whole(answer: Answer) -> bool:
-    """Its text and the states of it."""
-    return answer.hidden is not None
-
-
-def is_empty(answer: Answer) -> bool:
-    """Nothing but the end of the turn."""
-    return answer.finish_reason == "stop" and len(answer.token_ids) <= 1
-
-
-def count_accepted(answer: Answer) -> int:
-    """Drafts in it: each step after the prefill's adds a token of the target's own."""
-    return sum(size - 1 for size in answer.chunks[1:])
-
-
-def make_sequence(prompt: Rendered, answer: Answer) -> shards.Sequence:
-    """Of a whole answer."""
-    assert answer.hidden is not None
-    token_ids = [*prompt.token_ids, *answer.token_ids]
-    is_emitted = torch.arange(len(token_ids)) >= len(prompt.token_ids)
-    return shards.Sequence(torch.tensor(token_ids, dtype=torch.int32), is_emitted, answer.hidden)

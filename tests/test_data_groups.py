@@ -1,19 +1,21 @@
 """data/groups.py: which prompts make which shard."""
 
+from collections import Counter
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from data.groups import Rendered, group_by_shard, render
 from data.prompts import make_prompt
-from recipes.schema import Data, Sampling
+from recipes.schema import Data, DataSampling, Sampling
 from tests.drafters import EMBEDDED_TARGET
 
 
 def data(shard_tokens: int, max_tokens: int) -> Data:
-    return Data(
-        prompts="p", num_prompts=1, sampling=Sampling(max_tokens=max_tokens), shard_tokens=shard_tokens
-    )
+    sampling = DataSampling(max_tokens=max_tokens)
+    return Data(prompts="p", num_prompts=1, sampling=sampling, shard_tokens=shard_tokens)
 
 
 def prompts_of(lengths: list[int]) -> list[Rendered]:
@@ -46,3 +48,12 @@ def test_seeds_differ_and_fit_63_bits():
     first, second = Rendered("f" * 16, []), Rendered("f" * 14 + "0f", [])
     assert first.seed != second.seed
     assert 0 <= first.seed < 2**63
+
+
+def test_each_temperature_of_a_list_gets_its_share_of_the_prompts():
+    prompts = [make_prompt([{"role": "user", "content": f"f{number}(): adds"}]) for number in range(3000)]
+    sampling = DataSampling(temperature=[0.0, 0.7, 0.7, 1.0], top_k=5)
+    taken = Counter(sampling.choose(Rendered(prompt.id, []).seed) for prompt in prompts)
+    shares = {temperature: taken[Sampling(temperature=temperature, top_k=5)] for temperature in (0, 0.7, 1)}
+    expected = {0: (750, 75), 0.7: (1500, 90), 1: (750, 75)}
+    assert shares == {t: pytest.approx(count, abs=by) for t, (count, by) in expected.items()}

@@ -196,6 +196,15 @@ def test_shards_of_other_settings_are_not_added_to(run):
         make_plan(recipe)
     expected = f"drafter.target_layer_ids: found {TAPS}, the recipe says [1, 3, 5]"
     assert expected in str(caught.value)
+    with pytest.raises(UserError, match=r"data\.sampling: found .* the recipe says .*\[0\.0, 0\.7\]"):
+        make_plan(recipe_of(run, data__sampling__temperature=[0, 0.7]))
+
+
+def test_a_mode_of_thinking_that_the_template_does_not_know_is_refused(run, tmp_path):
+    with pytest.raises(UserError, match=r"data\.thinking on: the chat template of .* has no enable_thinking"):
+        make_plan(recipe_of(tmp_path, data__thinking="on"))
+    with pytest.raises(UserError, match=r"data\.keep_truncated: found True, the recipe says False"):
+        make_plan(recipe_of(run, data__keep_truncated="false"))
 
 
 def test_shards_are_not_given_to_other_rounds(run):

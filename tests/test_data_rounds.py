@@ -90,6 +90,7 @@ class Plan:
         self.writer = Writer()
         self.groups = [[f"prompt {number}"] * 3 for number in range(6)]
         self.num_prompts = 6 * 3 + 5
+        self.left_out: dict[str, int] = {}
         self.folder, self.spool = folder / "shards", folder / "spool"
         self.folder.mkdir()
         self.there: set[int] = set()

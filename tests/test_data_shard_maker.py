@@ -11,18 +11,23 @@ import torch
 
 from data import shard_check, shard_maker
 from data.check_taps import FINAL
+from data.dialogue import count_accepted
 from data.groups import Rendered
 from data.shard_check import choose
 from data.shard_maker import ShardMaker
 from data.shard_plan import ShardPlan
 from data.shards import Shard
 from recipes.errors import MachineError
+from recipes.schema import Sampling
 from serve.generation import Answer, Request
 from tests.drafters import tiny_recipe
 
 LAYERS, HIDDEN, DRAFTED = 8, 24, 3
 TAPS = tiny_recipe().drafter.target_layer_ids
 PROMPTS = [Rendered(f"{number:016x}", [7, 7, 20 + number, 3]) for number in range(6)]
+SEEDED = [replace(prompt, id=f"{number:015x}0") for number, prompt in enumerate(PROMPTS)]
+"""Their seeds are 0 to 5."""
+MIXED = [0, 0.7, 1]
 
 
 def states_of(tokens: Sequence[int], shift: int = 0) -> torch.Tensor:
@@ -47,11 +52,14 @@ class FunctionEngine:
         self.shift = 0
         self.lost: set[int] = set()
         self.read_texts: list[list[int]] = []
+        self.asked: list[tuple[float, list[int]]] = []
+        """Temperature and the seeds of the prompts, of each call."""
 
     def _capture(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         return self.fault([states_of(text, self.shift) for text in texts])
 
-    def answer(self, requests: Sequence[Request], *_: object) -> list[Answer]:
+    def answer(self, requests: Sequence[Request], sampling: Sampling, *_: object) -> list[Answer]:
+        self.asked.append((sampling.temperature, [request.seed for request in requests]))
         emitted = [[request.token_ids[2] + 100 + step for step in range(7)] for request in requests]
         texts = [[*request.token_ids, *answer] for request, answer in zip(requests, emitted, strict=True)]
         return [
@@ -125,6 +133,27 @@ def test_after_a_swap_transformers_is_asked_again(engine, asked, tmp_path):
 def test_nobody_is_asked_where_the_recipe_says_so(engine, asked, tmp_path):
     made = begin(tmp_path, "data.check_sequences=0", "data.check_again=0").make(0, PROMPTS)
     assert (made.least_cosines, asked, engine.read_texts) == ({}, [], [])
+
+
+def test_each_prompt_is_answered_at_its_own_temperature_and_stays_in_its_place(engine, asked, tmp_path):
+    made = begin(tmp_path, f"data.sampling.temperature={MIXED}").make(0, SEEDED)
+    assert engine.asked == [(0, [0, 3]), (0.7, [1, 4]), (1, [2, 5])]
+    found = [Shard(tmp_path / made.entry.file).read_sequence(index) for index in range(6)]
+    assert [each.token_ids[2].item() - 20 for each in found] == list(range(6))
+    assert all(torch.equal(each.hidden, states_of(each.token_ids.tolist())) for each in found)
+
+
+def test_a_prompts_temperature_does_not_depend_on_its_company(engine, asked, tmp_path):
+    maker = begin(tmp_path, f"data.sampling.temperature={MIXED}")
+    for number, prompts in enumerate([SEEDED, SEEDED[::-1], SEEDED[4:5], SEEDED[1:3]]):
+        maker.make(number, prompts)
+    temperatures = {(seed, temperature) for temperature, seeds in engine.asked for seed in seeds}
+    assert len(temperatures) == len(SEEDED)
+
+
+def test_prompts_of_one_temperature_are_answered_together(engine, asked, tmp_path):
+    begin(tmp_path, "data.sampling.temperature=0.7").make(0, SEEDED)
+    assert engine.asked == [(0.7, list(range(6)))]
 
 
 # Faults
@@ -263,8 +292,8 @@ def test_each_accepted_draft_is_a_lot():
 
 def test_an_answers_accepted_drafts_are_its_steps_without_their_own_tokens():
     answer = Answer([0] * 9, "stop", None, [1, 3, 1, 4])
-    assert shard_maker.count_accepted(answer) == 5
-    assert shard_maker.count_accepted(replace(answer, chunks=[1])) == 0
+    assert count_accepted(answer) == 5
+    assert count_accepted(replace(answer, chunks=[1])) == 0
 
 
 def test_final_states_are_captured_as_one_more_tap_and_written_apart(engine, asked, tmp_path, monkeypatch):

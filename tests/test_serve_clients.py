@@ -21,6 +21,8 @@ from drafters import EMBEDDED_TARGET, tiny_recipe
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from data.render import load_chat_template
+from recipes.schema import Target
 from serve.engine import DEFAULT_BUDGET, child_environment, is_cuda
 from serve.server import serving
 
@@ -144,6 +146,22 @@ def test_no_token_is_likelier_than_the_greedy_one(answer):
         likeliest = {top.token: top.logprob for top in each.top_logprobs}
         assert likeliest[each.token] == each.logprob == max(likeliest.values()) <= 0
         assert len(likeliest) == 2
+
+
+def test_training_reads_a_chat_as_the_server_does(url, model):
+    parts = [{"type": "text", "text": "And"}, {"type": "text", "text": "back?"}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Sort <|im_end|> a list.\n"},
+        {"role": "assistant", "content": "sorted(x)", "reasoning_content": "easy"},
+        {"role": "user", "content": parts},
+    ]
+    asked = {"model": model, "messages": messages}
+    told = httpx.post(f"{url}/tokenize", json=asked, trust_env=False).json()
+    rendered = load_chat_template(Target(model=str(EMBEDDED_TARGET))).render(messages)
+    assert told["tokens"] == rendered
+    answer = httpx.post(f"{url}/v1/chat/completions", json=asked | GREEDY, trust_env=False).json()
+    assert answer["usage"]["prompt_tokens"] == len(rendered)
 
 
 def test_a_completion_of_the_rendered_chat_is_the_chats_answer(client, model, answer):
