@@ -48,30 +48,30 @@ def test_every_slot_of_a_three_token_answer_is_supervised_exactly_once_per_ancho
     assert blocks.supervised_AK.int().tolist() == [[0, 1, 1, 1], [0, 1, 1, 0], [0, 1, 0, 0]]
 
 
-def test_a_slot_outside_the_loss_mask_is_not_supervised_though_a_later_one_is():
+def test_a_slot_outside_the_loss_mask_is_not_supervised_and_no_later_one_is():
     tokens = torch.arange(6, dtype=torch.int32)
     loss_mask = torch.tensor([0, 1, 0, 1, 1, 0], dtype=torch.bool)
     blocks = make_blocks(tokens, loss_mask, torch.tensor([0]), block_size=6, mask_token_id=9)
-    assert blocks.supervised_AK.int().tolist() == [[0, 1, 0, 1, 1, 0]]
+    assert blocks.supervised_AK.int().tolist() == [[0, 1, 0, 0, 0, 0]]
 
 
 GAPPED = torch.tensor([0, 0, 1, 1, 0, 0, 0, 1, 1, 1], dtype=torch.bool)
 
 
-def test_a_block_across_a_gap_has_exactly_the_supervised_slots():
+def test_a_block_is_supervised_up_to_the_gap_before_the_next_answer():
     """Anchored before, at the edge of and inside the gap, and so late that blocks end past the document."""
     tokens = torch.arange(20, 30, dtype=torch.int32)
     anchors = torch.tensor([1, 2, 6, 8])
     blocks = make_blocks(tokens, GAPPED, anchors, block_size=7, mask_token_id=9)
     assert blocks.supervised_AK.int().tolist() == [
-        [0, 1, 1, 0, 0, 0, 1],  # positions 1 to 7: the slots beyond the gap count again
-        [0, 1, 0, 0, 0, 1, 1],
+        [0, 1, 1, 0, 0, 0, 0],  # positions 1 to 7, of which 7 is another answer's
+        [0, 1, 0, 0, 0, 0, 0],
         [0, 1, 1, 1, 0, 0, 0],  # the document ends after position 9
         [0, 1, 0, 0, 0, 0, 0],
     ]
     assert blocks.labels_AK.tolist() == [
-        [0, 22, 23, 0, 0, 0, 27],
-        [0, 23, 0, 0, 0, 27, 28],
+        [0, 22, 23, 0, 0, 0, 0],
+        [0, 23, 0, 0, 0, 0, 0],
         [0, 27, 28, 29, 0, 0, 0],
         [0, 29, 0, 0, 0, 0, 0],
     ]

@@ -24,7 +24,7 @@ from train.blocks import draw_anchors
 from train.feed import visit_generator
 from train.pairwise import DraftedBlocks, ProjectedTable, fill_tables
 from train.pairwise_held_out import draft_held_out
-from train.pairwise_inputs import split_sequences
+from train.pairwise_inputs import decoding_anchors, split_sequences
 from train.pairwise_learner import FrozenDrafter, HeadLearner, backward, begin_head, join, tables_to_serve
 from train.pairwise_manifest import HeadManifest, Simulated, head_manifest_path
 from train.pairwise_training import HeadTraining
@@ -398,3 +398,8 @@ def test_a_table_made_in_pieces_is_the_one_made_at_once(monkeypatch, numbers, dt
     torch.testing.assert_close(found, unit_VD.T @ slope_Vr)
     assert torch.equal(rows_VD, before)
     assert table.rows_VD.data_ptr() == rows_VD.data_ptr()
+
+
+def test_no_draft_begins_at_an_answers_last_token():
+    loss_mask = torch.tensor([0, 1, 1, 0, 1, 1, 1], dtype=torch.bool)
+    assert decoding_anchors(loss_mask).tolist() == [1, 4, 5]

@@ -46,7 +46,8 @@ class Blocks:
     labels_AK: torch.Tensor
     """Token a + k; 0 where it is not supervised."""
     supervised_AK: torch.Tensor
-    """bool; slot 0 never, a slot past the end never, any other as its token's loss mask says."""
+    """bool; from slot 1 to the first token that the loss mask leaves out, or the end: what comes after a gap
+    is another answer's."""
 
 
 def anchor_candidates(loss_mask_L: torch.Tensor) -> torch.Tensor:
@@ -71,7 +72,9 @@ def make_blocks(
     positions_AK = block_positions(anchors_A, block_size)
     inside_AK = positions_AK < len(token_ids_L)
     source_AK = positions_AK.clamp(max=len(token_ids_L) - 1)
-    supervised_AK = inside_AK & loss_mask_L[source_AK]
+    emitted_AK = inside_AK & loss_mask_L[source_AK]
+    emitted_AK[:, 0] = True  # the anchor, whoever wrote it
+    supervised_AK = emitted_AK.cumprod(1).bool()
     supervised_AK[:, 0] = False
     input_ids_AK = torch.full_like(positions_AK, mask_token_id)
     input_ids_AK[:, 0] = token_ids_L[anchors_A].long()

@@ -143,5 +143,5 @@ def split_sequences(shards: Shards, settings: Pairwise) -> Split:
 
 
 def decoding_anchors(loss_mask_L: torch.Tensor) -> torch.Tensor:
-    """Where decoding would draft: every token of the answer, which the prefill begins, but the last. int64"""
-    return loss_mask_L.nonzero().flatten()[:-1]
+    """Where decoding would draft: every token of an answer, which the prefill begins, but its last. int64"""
+    return (loss_mask_L[:-1] & loss_mask_L[1:]).nonzero().flatten()
