@@ -383,15 +383,23 @@ class PairwiseSettings(Section):
     simulated with as many."""
     optimizer: PairwiseOptimizer = PairwiseOptimizer()
     objective: Objective = Objective()
-    """cross_entropy or d_pace: of the recorded token, after the recorded token before it."""
+    """cross_entropy or d_pace: of the recorded token, after the recorded token before it. kl: to the target's
+    distribution there, which accepts more wherever text is sampled and needs shards with final states."""
+    target_temperature: Temperature = 0.5
+    """Of that distribution; the text's own may be another. 0, its greedy token, is for text that is decoded
+    greedily, 0.7 and 1 are for sampled text, and 0.5 costs neither much."""
     seed: int = 0
 
+    @property
+    def learnt_temperature(self) -> float | None:
+        """Of the target's distribution, where the head learns that."""
+        return self.target_temperature if self.objective.needs_final_states else None
+
     @model_validator(mode="after")
-    def _learns_from_text(self) -> "PairwiseSettings":
-        if self.objective.needs_final_states:
+    def _objective_has_a_loss(self) -> "PairwiseSettings":
+        if self.objective.kind not in ("cross_entropy", "d_pace", "kl"):
             raise ValueError(
-                f"objective.kind is {self.objective.kind}: a head learns from the text alone, write"
-                " cross_entropy or d_pace"
+                f"objective.kind is {self.objective.kind}: a head learns for cross_entropy, d_pace or kl"
             )
         return self
 
@@ -442,6 +450,17 @@ class Train(Section):
     def _adapters_have_a_base(self) -> "Train":
         if self.lora is not None and self.init_from is None:
             raise ValueError("lora without init_from: name the checkpoint whose weights it adapts")
+        return self
+
+    @model_validator(mode="after")
+    def _head_finds_its_final_states(self) -> "Train":
+        if self.pairwise is None or not self.pairwise.objective.needs_final_states:
+            return self
+        if not self.objective.needs_final_states:
+            raise ValueError(
+                f"pairwise.objective.kind is kl, objective.kind {self.objective.kind}: a head takes the final"
+                " states that the drafter learns from; write kl for both, or cross_entropy for the head"
+            )
         return self
 
 

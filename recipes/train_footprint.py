@@ -278,6 +278,8 @@ class CompanionBytes:
     block_size: int
     dtype_bytes: int
     on_gpu: bool
+    with_final: bool
+    """The target's final states wait with the drafter's."""
 
     @property
     def num_parameters(self) -> int:
@@ -291,7 +293,7 @@ class CompanionBytes:
     @property
     def lasting_bytes(self) -> int:
         """Parameters, gradients and two moments in fp32, and the states."""
-        return 4 * FP32 * self.num_parameters + self.state_bytes
+        return 4 * FP32 * self.num_parameters + self.state_bytes * (1 + self.with_final)
 
     @property
     def work_bytes(self) -> int:

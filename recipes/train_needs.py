@@ -87,6 +87,7 @@ def companion_bytes(job: Job, settings: PairwiseCompanion) -> CompanionBytes:
         drafter.block_size,
         DTYPE_BYTES[train.precision],
         job.on_gpus,
+        train.objective.needs_final_states,
     )
 
 

@@ -32,9 +32,10 @@ SETTINGS = {
 
 
 def recipe_for(target: Path, ckpt: Path, folder: str = "run", **pairwise) -> Recipe:
-    """Its shards are there."""
+    """Its shards are there, with final states where the objective needs them."""
     given = small_recipe(target.parent / folder, target).model_dump(mode="json")
     settings = SETTINGS | {"ckpt": str(ckpt)} | pairwise
+    given["data"]["final_states"] = settings["objective"]["kind"] == "kl"
     recipe = Recipe.model_validate(given | {"pairwise": settings})
     if not (recipe.output_dir / "shards").exists():
         write_shards(recipe, NUM_SEQUENCES)

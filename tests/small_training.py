@@ -75,8 +75,11 @@ def small_recipe(output_dir: Path, target: Path, **train: object) -> Recipe:
     )
 
 
-def make_sequence(index: int, num_tokens: int = 0) -> Sequence:
-    """A prompt and a response whose next token mostly follows from the last; seeded by `index`."""
+def make_sequence(index: int, num_tokens: int = 0, *, with_final: bool = False) -> Sequence:
+    """A prompt and a response whose next token mostly follows from the last; seeded by `index`.
+
+    with_final: with final states, which know nothing of that.
+    """
     generator = torch.Generator().manual_seed(1000 + index)
     length = num_tokens or int(torch.randint(12, 37, (1,), generator=generator))
     jumps = torch.randint(0, 8, (length,), generator=generator)
@@ -86,7 +89,8 @@ def make_sequence(index: int, num_tokens: int = 0) -> Sequence:
     loss_mask = torch.zeros(length, dtype=torch.bool)
     loss_mask[length // 3 :] = True
     taps = torch.randn(length - 1, TAPS_SIZE, generator=generator).bfloat16()
-    return Sequence(torch.tensor(tokens, dtype=torch.int32), loss_mask, taps)
+    final = torch.randn(length - 1, HIDDEN, generator=generator).bfloat16() if with_final else None
+    return Sequence(torch.tensor(tokens, dtype=torch.int32), loss_mask, taps, final)
 
 
 def manifest_of(recipe: Recipe) -> ShardManifest:
@@ -98,6 +102,7 @@ def manifest_of(recipe: Recipe) -> ShardManifest:
         target_layer_ids=recipe.drafter.target_layer_ids,
         hidden_size=HIDDEN,
         dtype="bfloat16",
+        final_states=recipe.data.final_states,
         shards=[],
         dropped={},
         complete=False,
@@ -107,7 +112,8 @@ def manifest_of(recipe: Recipe) -> ShardManifest:
 def write_shards(recipe: Recipe, num_sequences: int) -> None:
     """Two shards, as the data phase would leave them."""
     writer = ShardWriter(recipe.output_dir / "shards", manifest_of(recipe))
-    sequences = [make_sequence(index) for index in range(num_sequences)]
+    with_final = recipe.data.final_states
+    sequences = [make_sequence(index, with_final=with_final) for index in range(num_sequences)]
     halves = sequences[: num_sequences // 2], sequences[num_sequences // 2 :]
     for number, half in enumerate(halves):
         prompt_ids = [f"prompt-{index}" for index in range(len(half))]

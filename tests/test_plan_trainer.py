@@ -362,7 +362,8 @@ def measure_head(counted) -> tuple[int, int]:
             torch.empty(candidates, dtype=torch.int64),
             torch.empty(candidates),
         )
-        given = [parts.embedding_VD, parts.head_VD, *learning.parameters(), *vars(drafted).values()]
+        blocks = [part for part in vars(drafted).values() if part is not None]
+        given = [parts.embedding_VD, parts.head_VD, *learning.parameters(), *blocks]
         with LiveBytes(given) as live:
             weight = torch.empty((), dtype=torch.float64)
             backward(learning, [drafted], counted.settings.objective, weight=weight)
@@ -396,7 +397,11 @@ def test_a_head_beside_the_drafter_is_a_row_only_if_it_is_asked_for():
     head_bytes = with_head.pop("pairwise head beside it")
     assert with_head == without
     blocks, hidden, rank = 16 // 2 * 32, 5120, 64
-    assert head_bytes == 16 * (3 * hidden * rank + rank) + blocks * 16 * hidden * BF16
+    states = 2 * blocks * 16 * hidden * BF16  # the drafter's, and the target's final ones
+    assert head_bytes == 16 * (3 * hidden * rank + rank) + states
+    without_final = plan_of(FLAGSHIP, "train.pairwise={}", "train.objective.kind=cross_entropy")
+    rows = {row.what: row.num_bytes for row in phase_of(without_final, TRAIN_ON_GPU).rows}
+    assert head_bytes - rows["pairwise head beside it"] == states / 2
 
 
 def test_a_head_that_works_in_more_than_activations_leave_is_counted_whole():

@@ -255,8 +255,10 @@ def test_a_head_beside_the_drafter_is_asked_for_and_learns_from_text():
     defaults = load_recipe(SMALL, ["train.pairwise={}"])
     assert defaults.train.pairwise.rank == defaults.pairwise.rank
     assert load_recipe(SMALL, ["train.pairwise.rank=9"]).train.pairwise.rank == 9
-    (line,) = complaint(SMALL, "train.pairwise.objective.kind=kl")
-    assert "train.pairwise: objective.kind is kl: a head learns from the text alone" in line
+    (line,) = complaint(SMALL, "train.pairwise.objective.kind=total_variation")
+    assert "train.pairwise: objective.kind is total_variation: a head learns for" in line
+    (line,) = complaint(SMALL, "train.pairwise.objective.kind=kl", "train.objective.kind=cross_entropy")
+    assert "train: pairwise.objective.kind is kl, objective.kind cross_entropy: a head takes the" in line
     (line,) = complaint(SMALL, "train.pairwise.steps=9")
     assert "train.pairwise.steps: unknown key" in line
 

@@ -225,7 +225,7 @@ def test_more_candidates_than_tokens_are_refused(target, ckpt):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("pairwise.objective.kind=kl", "a head learns from the text alone, write cross_entropy or d_pace"),
+        ("pairwise.objective.kind=lk", "a head learns for cross_entropy, d_pace or kl"),
         (
             "pairwise.micro_batch_sequences=3",
             "sequences_per_step 4 is no multiple of micro_batch_sequences 3",

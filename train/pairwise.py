@@ -7,13 +7,13 @@ are the head as it is trained, from projections of the target's rows, and its lo
 """
 
 # A=blocks  L=drafted slots of a block (its size - 1)  P=parents of a slot  C=candidates of a slot
-# D=hidden  V=vocabulary  r=rank
+# T=rows of logits  D=hidden  V=vocabulary  r=rank
 #
 # In `serve.pairwise`'s scores parents = embedding P_a and children = head P_b [V, r]: of the target's rows.
 # Over the whole vocabulary instead of candidates and rest: log-softmax of log q + m children.
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ from train.target_parts import TargetParts
 
 _RANKING = {"cpu": (rank_candidates, 1 << 23), "cuda": (rank_on_gpu, 1 << 28)}
 """By device: of equal results, and how many logits at a time."""
+_TARGET_SHARE = 8
+"""Of so many logits, one at a time where the target's are read: in fp32, and scaled."""
 ROW_NUMBERS = 1 << 26
 """How many numbers of the target's rows are fp32 at a time: 256 MiB."""
 
@@ -49,6 +51,8 @@ class DraftedBlocks:
     """The drafter's candidates, best first."""
     log_probs_ALC: torch.Tensor
     """fp32: log q of them."""
+    target_ALC: torch.Tensor | None = None
+    """fp32: how likely the target finds them after the recorded tokens; None where nobody asks."""
 
     @property
     def recorded_parents(self) -> torch.Tensor:
@@ -61,12 +65,20 @@ class DraftedBlocks:
         return F.pad(self.known_AL, (1, 0))
 
     def __getitem__(self, blocks: slice | torch.Tensor) -> "DraftedBlocks":
-        return DraftedBlocks(*(part[blocks] for part in vars(self).values()))
+        return self.map(lambda part: part[blocks])
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "DraftedBlocks":
+        """With all that is there changed."""
+        return DraftedBlocks(*(part if part is None else change(part) for part in vars(self).values()))
 
     def keep(self, count: int) -> "DraftedBlocks":
         """With the first `count` candidates."""
-        parts = vars(self) | {name: vars(self)[name][..., :count] for name in ("tokens_ALC", "log_probs_ALC")}
-        return DraftedBlocks(**parts)
+        return replace(
+            self,
+            tokens_ALC=self.tokens_ALC[..., :count],
+            log_probs_ALC=self.log_probs_ALC[..., :count],
+            target_ALC=None if self.target_ALC is None else self.target_ALC[..., :count],
+        )
 
 
 def gather_blocks(
@@ -91,6 +103,30 @@ def gather_blocks(
         torch.cat([part.tokens_TC for part in ranked]).view(*known_AL.shape, count),
         torch.cat([part.log_probs_TC for part in ranked]).view(*known_AL.shape, count),
     )
+
+
+def add_target(
+    blocks: DraftedBlocks, final_ALD: torch.Tensor, head_VD: torch.Tensor, temperature: float
+) -> DraftedBlocks:
+    """With what the target finds likely at a temperature; 0: its greedy token alone, the lowest of equals.
+
+    final_ALD: what its head reads when it predicts the tokens of slots 1..L (`train.objective.final_states`).
+    """
+    most_logits = _RANKING["cuda" if final_ALD.is_cuda else "cpu"][1] // _TARGET_SHARE
+    rows = max(1, most_logits // len(head_VD))
+    chunks = zip(
+        final_ALD.flatten(0, 1).split(rows), blocks.tokens_ALC.flatten(0, 1).split(rows), strict=True
+    )
+    probs = [_likely(final_TD @ head_VD.T, tokens_TC, temperature) for final_TD, tokens_TC in chunks]
+    return replace(blocks, target_ALC=torch.cat(probs).view_as(blocks.tokens_ALC))
+
+
+def _likely(logits_TV: torch.Tensor, tokens_TC: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Probabilities of the tokens. [T, C] fp32"""
+    if temperature == 0:
+        return (tokens_TC == logits_TV.argmax(-1, keepdim=True)).float()
+    scaled_TV = logits_TV.float() / temperature
+    return (scaled_TV.gather(1, tokens_TC) - scaled_TV.logsumexp(1, keepdim=True)).exp()
 
 
 class ProjectedTable(nn.Module):
@@ -184,7 +220,11 @@ def fill_marginals(blocks: DraftedBlocks) -> torch.Tensor:
 # Losses
 #
 # Parents are the recorded tokens.  What the target would say after another one is not in the text, and nodes
-# below a wrong parent are worth nothing: they score low because their parent does.
+# below a wrong parent are worth nothing: they score low because their parent does.  So a score is wanted for
+# the case that its parent is right, and nothing is missing where only right ones are learnt from.
+#
+# cross_entropy, d_pace   -log s of the recorded token
+# kl                      sum of p (log p - log s) over candidates and rest, p the target's, at a temperature
 
 
 @dataclass(frozen=True)
@@ -246,6 +286,17 @@ def loss_sum(blocks: DraftedBlocks, labelled: Labelled, settings: Settings) -> t
     `Objective.normaliser` of the blocks' `known_by_slot` makes it a mean.
     """
     return -(_weigh(blocks, labelled, settings) * labelled.log_probs_AL).sum()
+
+
+def divergence_sum(head: PairwiseHead, blocks: DraftedBlocks, settings: Settings) -> torch.Tensor:
+    """Of kl: weight x nats, as `loss_sum`. Scalar"""
+    assert blocks.target_ALC is not None, "nobody asked what the target finds likely"
+    scores = score(head.make_tables(), blocks, blocks.recorded_parents[:, :, None])
+    log_probs_ALC = torch.cat([scores.candidates_BLPC[:, :, 0], scores.rest_BLP], dim=-1)
+    rest_AL1 = (1 - blocks.target_ALC.sum(-1, keepdim=True)).clamp_min(0)
+    target_ALC = torch.cat([blocks.target_ALC, rest_AL1], dim=-1)
+    kl_AL = F.kl_div(log_probs_ALC, target_ALC, reduction="none").sum(-1)
+    return (slot_weights(blocks.known_by_slot, settings.decay)[:, 1:] * kl_AL).sum()
 
 
 def _weigh(blocks: DraftedBlocks, labelled: Labelled, settings: Settings) -> torch.Tensor:

@@ -23,7 +23,7 @@ from serve.pairwise import PairwiseTables
 from train.batches import Batch
 from train.feed import MicroBatch, visit_generator
 from train.objective import Objective
-from train.pairwise import DraftedBlocks, fill_marginals, fill_tables, gather_blocks
+from train.pairwise import DraftedBlocks, add_target, fill_marginals, fill_tables, gather_blocks
 from train.pairwise_inputs import check_candidates
 from train.pairwise_learner import HeadLearner, backward, begin_head, cut, join, tables_to_serve
 from train.ranks import Ranks
@@ -45,17 +45,20 @@ class KeptBlocks:
     input_ids_AK: torch.Tensor
     labels_AK: torch.Tensor
     supervised_AK: torch.Tensor
+    final_AKD: torch.Tensor | None
+    """What the target's head reads there (`train.objective.final_states`); None where batches have none."""
 
 
 def keep_blocks(batch: Batch, hidden_QD: torch.Tensor, chosen_A: torch.Tensor) -> KeptBlocks:
     """Copies, so that the rest can go."""
-    shape_AK = batch.labels_AK.shape
+    shape_AK, final_QD = batch.labels_AK.shape, batch.final_QD
     chosen_A = chosen_A.to(hidden_QD.device)
     return KeptBlocks(
         hidden_QD.detach().view(*shape_AK, -1)[chosen_A],
         batch.input_ids_Q.view(shape_AK)[chosen_A],
         batch.labels_AK[chosen_A],
         batch.supervised_AK[chosen_A],
+        None if final_QD is None else final_QD.view(*shape_AK, -1)[chosen_A],
     )
 
 
@@ -138,7 +141,19 @@ class Companion:
         self.learner.take_step(learning_rate)
 
     def _rank(self, kept: KeptBlocks) -> DraftedBlocks:
-        return gather_blocks(**vars(kept), head_VD=self.parts.head_VD, count=self.settings.candidates)
+        head_VD, temperature = self.parts.head_VD, self.settings.learnt_temperature
+        blocks = gather_blocks(
+            kept.hidden_AKD,
+            kept.input_ids_AK,
+            kept.labels_AK,
+            kept.supervised_AK,
+            head_VD,
+            self.settings.candidates,
+        )
+        if temperature is None:
+            return blocks
+        assert kept.final_AKD is not None, "the batches have no final states"
+        return add_target(blocks, kept.final_AKD[:, 1:], head_VD, temperature)
 
     def _descend(self, drafted: DraftedBlocks, weight: torch.Tensor) -> tuple[float, float]:
         """Leaves the clipped gradient with the parameters.  The loss, and the gradient's norm before."""

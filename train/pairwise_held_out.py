@@ -7,7 +7,7 @@ The drafter reads the text once; its blocks stay in host memory and are scored a
 # A=blocks  L=drafted slots  C=candidates of a slot
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -65,11 +65,12 @@ class HeldOut:
 
 
 def move(blocks: DraftedBlocks, device: torch.device) -> DraftedBlocks:
-    return DraftedBlocks(*(part.to(device) for part in vars(blocks).values()))
+    return blocks.map(lambda part: part.to(device))
 
 
 def draft_held_out(frozen: FrozenDrafter, shards: Shards, split: Split) -> HeldOut:
     """Each held-out sequence at every token at which decoding might draft."""
+    frozen = replace(frozen, temperature=None)
     drafted = []
     for group in _group(_pieces(shards, split.held_out)):
         sequences, anchors = zip(*group, strict=True)

@@ -85,7 +85,8 @@ def check_candidates(section: str, settings: PairwiseSettings, target: dict[str,
 def find_shards(recipe: Recipe, source: Source) -> Shards:
     """Those that are still on the disk, if rounds consumed some.
 
-    Raises UserError where there are none, or not all yet, or of another target or other layers.
+    Raises UserError where there are none, or not all yet, or of another target or other layers, or without
+    the final states that the objective needs.
     """
     named = recipe.pairwise.shards
     folder = RunFolders(recipe.output_dir).shards if named is None else named.expanduser()
@@ -97,7 +98,8 @@ def find_shards(recipe: Recipe, source: Source) -> Shards:
     manifest = read_manifest(folder / MANIFEST_NAME, ShardManifest)
     _check_shards(recipe, source, manifest, folder)
     kept = [entry for entry in manifest.shards if not entry.is_consumed]
-    return open_shards(folder, manifest.model_copy(update={"shards": kept}))
+    with_final = recipe.pairwise.objective.needs_final_states
+    return open_shards(folder, manifest.model_copy(update={"shards": kept}), with_final=with_final)
 
 
 def _check_shards(recipe: Recipe, source: Source, data: ShardManifest, folder: Path) -> None:

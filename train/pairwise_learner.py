@@ -18,7 +18,15 @@ from serve.pairwise import PairwiseTables
 from train.batches import Batch
 from train.drafter import DFlashDrafter
 from train.objective import Objective
-from train.pairwise import DraftedBlocks, PairwiseHead, gather_blocks, label_among_candidates, loss_sum
+from train.pairwise import (
+    DraftedBlocks,
+    PairwiseHead,
+    add_target,
+    divergence_sum,
+    gather_blocks,
+    label_among_candidates,
+    loss_sum,
+)
 from train.target_parts import TargetParts
 
 BLOCKS_AT_ONCE = 512
@@ -32,6 +40,8 @@ class FrozenDrafter:
     drafter: DFlashDrafter
     parts: TargetParts
     num_candidates: int
+    temperature: float | None = None
+    """Of the target's distribution that its blocks tell; None: nobody asks for that."""
 
     @property
     def device(self) -> torch.device:
@@ -49,7 +59,7 @@ class FrozenDrafter:
             batch.views,
         )
         shape_AK = batch.labels_AK.shape
-        return gather_blocks(
+        blocks = gather_blocks(
             hidden_QD.view(*shape_AK, -1),
             batch.input_ids_Q.view(shape_AK),
             batch.labels_AK,
@@ -57,6 +67,11 @@ class FrozenDrafter:
             self.parts.head_VD,
             self.num_candidates,
         )
+        if self.temperature is None:
+            return blocks
+        assert batch.final_QD is not None, "the batch has no final states"
+        final_ALD = batch.final_QD.view(*shape_AK, -1)[:, 1:]
+        return add_target(blocks, final_ALD, self.parts.head_VD, self.temperature)
 
 
 @dataclass(frozen=True)
@@ -120,18 +135,23 @@ def backward(
     weight = Objective(settings).normaliser(whole.known_by_slot) if weight is None else weight
     total = torch.zeros_like(weight)
     for blocks in cut(whole, blocks_at_once):  # as few as may be: each makes the tables of all tokens
-        loss = loss_sum(blocks, label_among_candidates(head, blocks), settings) / weight.float()
+        loss = _loss_sum(head, blocks, settings) / weight.float()
         loss.backward()
         total += loss.detach()
     return total
 
 
+def _loss_sum(head: PairwiseHead, blocks: DraftedBlocks, settings: ObjectiveSettings) -> torch.Tensor:
+    if settings.needs_final_states:
+        return divergence_sum(head, blocks, settings)
+    return loss_sum(blocks, label_among_candidates(head, blocks), settings)
+
+
 def join(drafted: Sequence[DraftedBlocks]) -> DraftedBlocks:
     if len(drafted) == 1:
         return drafted[0]
-    return DraftedBlocks(
-        *(torch.cat(parts) for parts in zip(*(vars(blocks).values() for blocks in drafted), strict=True))
-    )
+    parts = zip(*(vars(blocks).values() for blocks in drafted), strict=True)
+    return DraftedBlocks(*(None if of_all[0] is None else torch.cat(of_all) for of_all in parts))
 
 
 def cut(blocks: DraftedBlocks, blocks_at_once: int = BLOCKS_AT_ONCE) -> Iterator[DraftedBlocks]:

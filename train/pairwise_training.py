@@ -83,7 +83,8 @@ def load_frozen(recipe: Recipe, source: Source, parts: TargetParts) -> FrozenDra
     source.init.load_into(drafter)
     drafter.fuse(recipe.train.compile)
     drafter = drafter.to(device, dtype).eval().requires_grad_(False)
-    return FrozenDrafter(drafter, parts.to(device, dtype), recipe.pairwise.candidates)
+    settings = recipe.pairwise
+    return FrozenDrafter(drafter, parts.to(device, dtype), settings.candidates, settings.learnt_temperature)
 
 
 def feed_of(recipe: Recipe, source: Source, shards: Shards, split: Split) -> Feed:
