@@ -43,6 +43,22 @@ def embedded_target() -> Path:
     return REPOSITORY / "recipes" / "embedded" / "target"
 
 
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """What training reads of a small target (tests/small_training.py)."""
+    from small_training import write_target  # noqa: PLC0415 - most tests need none
+
+    return write_target(tmp_path / "target")
+
+
+@pytest.fixture
+def ckpt(tmp_path: Path) -> Path:
+    """A small drafter that fits it."""
+    from small_drafters import write_drafter  # noqa: PLC0415
+
+    return write_drafter(tmp_path / "drafter")
+
+
 @pytest.fixture(scope="session")
 def joined_rank() -> Iterator["Ranks"]:
     """Once in a process, as DeepSpeed remembers groups that are gone; the environment is put back at once."""

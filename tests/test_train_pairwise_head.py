@@ -33,16 +33,6 @@ from train.tree_acceptance import NO_LABEL, accepted_by_chains, accepted_by_tree
 
 
 @pytest.fixture
-def target(tmp_path) -> Path:
-    return write_target(tmp_path / "target")
-
-
-@pytest.fixture
-def ckpt(tmp_path) -> Path:
-    return write_drafter(tmp_path / "drafter")
-
-
-@pytest.fixture
 def bench(target, ckpt) -> Workbench:
     return Workbench(recipe_for(target, ckpt))
 

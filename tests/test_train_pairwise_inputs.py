@@ -26,16 +26,6 @@ from train.pairwise_training import HeadTraining
 
 
 @pytest.fixture
-def target(tmp_path) -> Path:
-    return write_target(tmp_path / "target")
-
-
-@pytest.fixture
-def ckpt(tmp_path) -> Path:
-    return write_drafter(tmp_path / "drafter")
-
-
-@pytest.fixture
 def bench(target, ckpt) -> Workbench:
     return Workbench(recipe_for(target, ckpt))
 

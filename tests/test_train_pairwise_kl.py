@@ -2,13 +2,11 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from pairwise_bench import Workbench, head_bytes, recipe_for, run
-from small_drafters import write_drafter
-from small_training import DRAFTER, make_sequence, small_recipe, write_shards, write_target
+from small_training import DRAFTER, make_sequence, small_recipe, write_shards
 from test_train_pairwise import (
     BY_DEPTH,
     COUNT,
@@ -127,16 +125,6 @@ def test_blocks_are_cut_joined_and_kept_with_what_the_target_finds():
 
 
 # Alone
-
-
-@pytest.fixture
-def target(tmp_path) -> Path:
-    return write_target(tmp_path / "target")
-
-
-@pytest.fixture
-def ckpt(tmp_path) -> Path:
-    return write_drafter(tmp_path / "drafter")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from drafters import TINY_RECIPE, random_weights, tiny_config, tiny_recipe, write_checkpoint
 from safetensors.torch import load_file, save_file
 from small_drafters import write_drafter
-from small_training import DRAFTER, small_recipe, write_shards, write_target
+from small_training import DRAFTER, small_recipe, write_shards
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_serve_formats import nested_config, old_config, open_spec_config, speculators_config
 
@@ -37,16 +37,6 @@ CONTROL = {"learning_rate": 0.0, "warmup_share": 0.0}
 @pytest.fixture(scope="module")
 def ranks(only_rank):
     return only_rank
-
-
-@pytest.fixture
-def target(tmp_path) -> Path:
-    return write_target(tmp_path / "target")
-
-
-@pytest.fixture
-def ckpt(tmp_path) -> Path:
-    return write_drafter(tmp_path / "drafter")
 
 
 def recipe_from(ckpt: Path, target: Path, folder: str = "run", **train) -> Recipe:
