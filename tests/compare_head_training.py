@@ -79,7 +79,7 @@ class Way:
             key: parse_yaml(value)[0] for key, _, value in (f.partition("=") for f in fields)
         }
         tau = float(given.pop("tau", 1.0))
-        kind = loss if loss in ("d_pace", "kl") else "cross_entropy"
+        kind = {"d_pace": "d_pace", "kl": "kl", "kl_wrong_draws": "kl"}.get(loss, "cross_entropy")
         objective = pairwise.objective.model_copy(update={"kind": kind})
         settings = pairwise.model_dump() | {"objective": objective.model_dump()} | given
         return cls(name, loss, texts.split("+"), Pairwise.model_validate(settings), tau)

@@ -46,6 +46,10 @@ class Lesson:
         return label_among_candidates(self.head, self.blocks)
 
 
+Loss = Callable[[Lesson], torch.Tensor]
+"""Summed over blocks."""
+
+
 def learn_labels(lesson: Lesson) -> torch.Tensor:
     return loss_sum(lesson.blocks, lesson.labelled(), lesson.settings.objective)
 
@@ -72,12 +76,12 @@ def learn_after_any_draw(lesson: Lesson) -> torch.Tensor:
     return -(lesson.weights * log_probs_AL).sum()
 
 
-def learn_nothing_after_wrong_draws(lesson: Lesson) -> torch.Tensor:
-    """Recorded parents; and after drawn ones that are wrong no candidate is right."""
+def rule_out_after_wrong_draws(lesson: Lesson) -> torch.Tensor:
+    """After drawn parents that are wrong no candidate is right, at a tenth of the weight."""
     drawn_AL, blocks = draw_parents(lesson.blocks), lesson.blocks
     rest_AL = score(lesson.head.make_tables(), blocks, drawn_AL[:, :, None]).rest_BLP[:, :, 0]
     wrong_AL = drawn_AL != blocks.recorded_parents
-    return learn_labels(lesson) - 0.1 * (lesson.weights * wrong_AL * rest_AL).sum()
+    return -0.1 * (lesson.weights * wrong_AL * rest_AL).sum()
 
 
 def draw_parents(blocks: DraftedBlocks) -> torch.Tensor:
@@ -120,20 +124,21 @@ def right_path(lesson: Lesson) -> tuple[torch.Tensor, torch.Tensor]:
     return path_AL, last_A[:, None]
 
 
-def also(loss: Callable[[Lesson], torch.Tensor]) -> Callable[[Lesson], torch.Tensor]:
-    return lambda lesson: learn_labels(lesson) + loss(lesson)
+def both(first: Loss, second: Loss) -> Loss:
+    return lambda lesson: first(lesson) + second(lesson)
 
 
-LOSSES: Mapping[str, Callable[[Lesson], torch.Tensor]] = {
+LOSSES: Mapping[str, Loss] = {
     "cross_entropy": learn_labels,
     "d_pace": learn_labels,
     "kl": learn_target,
     "vocabulary": learn_over_vocabulary,
     "right_draws": learn_after_right_draws,
     "any_draws": learn_after_any_draw,
-    "wrong_draws": learn_nothing_after_wrong_draws,
+    "wrong_draws": both(learn_labels, rule_out_after_wrong_draws),
+    "kl_wrong_draws": both(learn_target, rule_out_after_wrong_draws),
     "kept": keep_right_nodes,
     "raised": raise_right_nodes,
-    "kept_too": also(keep_right_nodes),
-    "raised_too": also(raise_right_nodes),
+    "kept_too": both(learn_labels, keep_right_nodes),
+    "raised_too": both(learn_labels, raise_right_nodes),
 }
