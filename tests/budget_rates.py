@@ -1,7 +1,8 @@
 """Tokens a second by budget and by requests at once: chains, trees, and trees that know what rows cost.
 
     python tests/budget_rates.py CKPT --recipe RECIPE [--budget plain] [--budget stock] [--budget 15] ...
-        [--requests 1,4,8,32] [--temperature 0] [--prompts 32] [--repeats 2] [--out RATES.json]
+        [--requests 1,4,8,32] [--temperature 0] [--temperature 0.7] ... [--prompts 32] [--repeats 2]
+        [--out RATES.json]
         [section.field=value ...]
 
 `plain` decodes without the drafter, `stock` is vLLM's own chain of the drafter without its head, others are
@@ -10,13 +11,15 @@ turn, each answers the same prompts.  Graphs of all sizes that are met, no compi
 alone, since it measures what steps cost.
 """
 
+import json
 import os
 import shutil
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -41,8 +44,10 @@ from serve.generation import Request
 PLAIN, STOCK = "plain", "stock"
 DEFAULT = (STOCK, "chain", "7", "15", "31", AUTO)
 IN_ENGINE = "--engine"
-Told = dict[str, float]
-"""Of one run: tokens a second, tokens a step of a request, milliseconds a step of the engine."""
+Run = dict[str, float]
+"""Tokens a second, tokens a step of a request, milliseconds a step of the engine."""
+Told = dict[str, dict[str, list[Run]]]
+"""By budget, then by requests at once: a run for each repeat."""
 
 
 def main(  # noqa: PLR0913, PLR0917
@@ -51,12 +56,12 @@ def main(  # noqa: PLR0913, PLR0917
     recipe: Annotated[Path, Option(help="Whose target, engine and prompts.")] = TINY_RECIPE,
     budget: Annotated[list[str] | None, Option(help=f"{PLAIN}, {STOCK}, chain, a number, auto.")] = None,
     requests: Annotated[str, Option(help="At once.")] = "1,4,8,32",
-    temperature: Annotated[float, Option(help="Of the answers.")] = 0.0,
+    temperature: Annotated[list[float] | None, Option(help="Of the answers; may be repeated.")] = None,
     prompts: Annotated[
         int, Option(help="Of one request at a time; of more, at least four times these.")
     ] = 32,
-    repeats: Annotated[int, Option(help="Timed ones, after one that warms up.")] = 2,
-    out: Annotated[Path | None, Option(help="All runs, as JSON.")] = None,
+    repeats: Annotated[int, Option(help="Timed ones, after a short one that warms up.")] = 2,
+    out: Annotated[Path | None, Option(help="All runs, as JSON; from the first temperature on.")] = None,
 ) -> None:
     """Measure what budgets are worth at several numbers of requests at once."""
     budgets = list(dict.fromkeys(budget or DEFAULT))
@@ -72,11 +77,12 @@ def main(  # noqa: PLR0913, PLR0917
             )
             for each in sorted(budgets, key=AUTO.__eq__)
         }
-        told = measure(children, at_once, temperature, prompts, repeats)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(out, {"ckpt": str(ckpt), "temperature": temperature, "runs": told})
-    show(told, budgets, at_once)
+        with all_running(children) as ready:
+            for degrees in temperature or [0.0]:
+                told = measure(ready, at_once, degrees, prompts, repeats)
+                show(degrees, told, budgets, at_once)
+                if out is not None:
+                    keep(out, str(ckpt), degrees, told)
 
 
 def start(folder: Path, budget: str, ckpt: Path, arguments: Sequence[str]) -> Child:
@@ -84,33 +90,48 @@ def start(folder: Path, budget: str, ckpt: Path, arguments: Sequence[str]) -> Ch
     return Child(budget, command, folder / f"{budget}.log", child_environment())
 
 
-def measure(
-    children: dict[str, Any], at_once: Sequence[int], temperature: float, prompts: int, repeats: int
-) -> dict[str, dict[str, list[Told]]]:
-    """By budget, then by requests at once: a run for each repeat."""
-    told: dict[str, dict[str, list[Told]]] = {name: {str(each): [] for each in at_once} for name in children}
+@contextmanager
+def all_running(children: Mapping[str, Callable[[], Child]]) -> Iterator[list[Child]]:
+    """One that measures what steps cost begins when the others stand still."""
     together = [start() for name, start in children.items() if name != AUTO]
     with running(together):
         alone = [start() for name, start in children.items() if name == AUTO]
         with running(alone):
-            for repeat in range(repeats + 1):
-                for number in at_once:
-                    for child in together + alone:
-                        run = child.ask(f"run {number} {temperature} {max(prompts, 4 * number)}")
-                        if repeat:
-                            told[child.name][str(number)].append(run)
+            yield together + alone
+
+
+def measure(
+    children: Sequence[Child], at_once: Sequence[int], temperature: float, prompts: int, repeats: int
+) -> Told:
+    told: Told = {child.name: {str(each): [] for each in at_once} for child in children}
+    for number in at_once:
+        for child in children:
+            child.ask(f"run {number} {temperature} {number}")
+    for _ in range(repeats):
+        for number in at_once:
+            for child in children:
+                order = f"run {number} {temperature} {max(prompts, 4 * number)}"
+                told[child.name][str(number)].append(child.ask(order))
     return told
 
 
-def show(told: dict[str, dict[str, list[Told]]], budgets: Sequence[str], at_once: Sequence[int]) -> None:
+def keep(out: Path, ckpt: str, temperature: float, told: Told) -> None:
+    """Beside what other temperatures of the same checkpoint gave."""
+    before = json.loads(out.read_text()) if out.exists() else {}
+    runs = before["runs"] if before.get("ckpt") == ckpt else {}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(out, {"ckpt": ckpt, "runs": runs | {f"{temperature:g}": told}})
+
+
+def show(temperature: float, told: Told, budgets: Sequence[str], at_once: Sequence[int]) -> None:
     titles = [f"{each} at once" for each in at_once]
-    table = Table("tokens a second (a step; ms)", *titles, box=MARKDOWN)
+    table = Table(f"T = {temperature:g}: tokens a second (a step; ms)", *titles, box=MARKDOWN)
     for name in budgets:
         table.add_row(name, *(tell(told[name][str(each)]) for each in at_once))
     Console(width=150).print(table)
 
 
-def tell(runs: Sequence[Told]) -> str:
+def tell(runs: Sequence[Run]) -> str:
     rate, length, ms = (median(run[name] for run in runs) for name in ("rate", "length", "ms"))
     return f"{rate:,.0f} ({length:.2f}; {ms:.2f})"
 
@@ -138,7 +159,7 @@ class Bench:
         self._recipe, self._requests = recipe, make_requests(recipe)
         self._asked = 0
 
-    def run(self, at_once: int, temperature: float, prompts: int) -> Told:
+    def run(self, at_once: int, temperature: float, prompts: int) -> Run:
         """Answers so many prompts, so many at a time."""
         waiting = deque(self._requests[number % len(self._requests)] for number in range(prompts))
         tokens, taken, steps = {}, 0, 0

@@ -61,4 +61,4 @@ def test_stages_know_what_is_there(tmp_path):
     (tmp_path / "truth").mkdir()
     (tmp_path / "truth" / "rows.json").touch()
     assert named["heads"].is_done() and not named["picture"].is_done()
-    assert all("a.b=1" in named[name].command for name in ("text", "heads", "rates-0"))
+    assert all("a.b=1" in named[name].command for name in ("text", "heads", "rates"))

@@ -67,13 +67,17 @@ def stages(path: Path, recipe: Recipe, overrides: Sequence[str]) -> Iterator[Sta
     yield Stage("heads", [*heads, *overrides, *SHARED_GPU], (out / "rows.json").exists)
     drawn = ["eval/rows.py", str(out / "rows.json"), "--out", str(out / "rows.svg")]
     yield Stage("picture", drawn, (out / "rows.svg").exists)
-    for temperature in recipe.eval.temperatures:
-        rates = out / f"rates-{temperature:g}.json"
-        of_rates = [each for budget in RATES for each in ("--budget", budget)]
-        settings = ["--temperature", f"{temperature:g}", "--repeats", "1", "--out", str(rates)]
-        command = ["tests/budget_rates.py", *measured, *of_rates, *settings, *overrides, *SHARED_GPU]
-        costs = f"serve.step_costs={out / 'step_costs.json'}"
-        yield Stage(f"rates-{temperature:g}", [*command, costs], rates.exists)
+    yield Stage("rates", rates_command(recipe, measured, overrides, out), (out / "rates.json").exists)
+
+
+def rates_command(recipe: Recipe, measured: Sequence[str], overrides: Sequence[str], out: Path) -> list[str]:
+    budgets = [each for budget in RATES for each in ("--budget", budget)]
+    degrees = [
+        each for temperature in recipe.eval.temperatures for each in ("--temperature", str(temperature))
+    ]
+    settings = [*budgets, *degrees, "--prompts", "16", "--repeats", "1"]
+    places = ["--out", str(out / "rates.json"), f"serve.step_costs={out / 'step_costs.json'}"]
+    return ["tests/budget_rates.py", *measured, *settings, *overrides, *SHARED_GPU, *places]
 
 
 def resolved_path(recipe: Recipe) -> Path:
