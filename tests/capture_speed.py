@@ -88,7 +88,8 @@ def write_weights(ckpt: Path) -> None:
 
 class Bench:
     def __init__(self, folder: Path, kind: str, work: Work) -> None:
-        from data.groups import Rendered  # noqa: PLC0415 - once the environment is right
+        from data.dialogue import Dialogue  # noqa: PLC0415 - once the environment is right
+        from data.groups import Rendered  # noqa: PLC0415
         from data.shard_maker import ShardMaker  # noqa: PLC0415
         from serve import generation  # noqa: PLC0415
 
@@ -101,12 +102,12 @@ class Bench:
         drafting = generation.Drafting(self._ckpt, 15) if kind.startswith("trees") else None
         self._maker = ShardMaker(self._recipe, shards, shards / "spool", lambda *_: None, drafting)
         self._count = 0
-        self._rendered = Rendered
+        self._rendered, self._dialogue = Rendered, Dialogue
 
     def answer(self) -> tuple[float, int]:
         """(seconds, emitted tokens) of generating."""
         start = time.perf_counter()
-        answers = self._maker._answer(self._prompts())
+        answers = self._maker._answer(self._dialogues())
         return time.perf_counter() - start, sum(len(each.token_ids) for each in answers)
 
     def make(self) -> tuple[float, int, float]:
@@ -147,15 +148,19 @@ class Bench:
 
         Alike: the share of texts that are as they were before.
         """
-        prompts = self._prompts()
-        before = self._maker._answer(prompts)
+        before = self._maker._answer(self._dialogues())
         seconds = {}
         for _ in range(2):
             seconds |= {"awake_gib": used_gib(), "sleep_s": _seconds(self._maker.sleep)}
             seconds |= {"asleep_gib": used_gib(), "wake_s": _seconds(self._maker.wake)}
-        after = self._maker._answer(prompts)
+        self._count -= 1
+        after = self._maker._answer(self._dialogues())
         alike = [a.token_ids == b.token_ids for a, b in zip(before, after, strict=True)]
         return seconds | {"alike": sum(alike) / len(alike)}
+
+    def _dialogues(self) -> list[Any]:
+        """Of one turn each."""
+        return [self._dialogue(prompt, self._recipe.data, None) for prompt in self._prompts()]
 
     def _prompts(self) -> list[Any]:
         """Others each time."""

@@ -30,6 +30,7 @@ from train.tree_acceptance import (
 
 BY_DEPTH = Settings(kind="cross_entropy", decay=2.5)
 HIDDEN, VOCAB, RANK, SLOTS, COUNT = 6, 23, 5, 3, 7
+DEVICES = ["cpu", *["cuda"] * torch.cuda.is_available()]
 
 
 def make_parts(seed: int = 0) -> TargetParts:
@@ -273,11 +274,13 @@ def draw_table(seed: int, num_blocks: int, num_slots: int, count: int):
     return scores_ALCC, tokens_ALC, labels_AL.masked_fill(ended_AL, NO_LABEL)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("budget", [1, 5, 31])
-def test_trees_of_a_batch_accept_what_they_do_one_by_one(seed, budget):
+def test_trees_of_a_batch_accept_what_they_do_one_by_one(seed, budget, device):
     table = draw_table(seed, num_blocks=13, num_slots=1 + seed % 7, count=1 + seed % 5)
-    found = accepted_by_trees(*table, budget)
+    found = accepted_by_trees(*(part.to(device) for part in table), budget)
+    assert found.device.type == device
     assert found.tolist() == accepted_by_trees_one_by_one(*table, budget).tolist()
 
 

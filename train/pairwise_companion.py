@@ -171,14 +171,15 @@ class Companion:
     def _simulate(self, drafted: DraftedBlocks) -> torch.Tensor:
         """This rank's blocks, and the drafts of them that are accepted, for each of `WAYS`. [5] fp64"""
         tables = self.learner.head.make_tables()
+        num_blocks = drafted.anchors_A.new_tensor([len(drafted.anchors_A)])
         by_chunk = [self._accept(blocks, tables) for blocks in cut(drafted)]
-        return torch.cat([torch.tensor([len(drafted.anchors_A)]), torch.stack(by_chunk).sum(0)]).double()
+        return torch.cat([num_blocks, torch.stack(by_chunk).sum(0)]).double()
 
     def _accept(self, blocks: DraftedBlocks, tables: PairwiseTables) -> torch.Tensor:
-        labels_AL = blocks.labels_AL.where(blocks.known_AL, NO_LABEL).cpu()
+        labels_AL = blocks.labels_AL.where(blocks.known_AL, NO_LABEL)
         accepted = []
         for scores_ALCC in (fill_tables(tables, blocks), fill_marginals(blocks)):
-            drafts = scores_ALCC.cpu(), blocks.tokens_ALC.cpu(), labels_AL
+            drafts = scores_ALCC, blocks.tokens_ALC, labels_AL
             accepted += [accepted_by_chains(*drafts), accepted_by_trees(*drafts, self.budget)]
         return torch.stack(accepted).sum(1)
 

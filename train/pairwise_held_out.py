@@ -47,15 +47,11 @@ class HeldOut:
         self, blocks: DraftedBlocks, tables: PairwiseTables | None, budgets: Sequence[int]
     ) -> list[torch.Tensor]:
         """Drafts accepted of each block by the chain, then by trees. [A] each"""
-        scores_ALCC = self._score(blocks, tables).cpu()
-        labels_AL = blocks.labels_AL.where(blocks.known_AL, NO_LABEL)
-        drafts = scores_ALCC, blocks.tokens_ALC, labels_AL
-        return [accepted_by_chains(*drafts), *(accepted_by_trees(*drafts, budget) for budget in budgets)]
-
-    def _score(self, blocks: DraftedBlocks, tables: PairwiseTables | None) -> torch.Tensor:
-        if tables is None:
-            return fill_marginals(blocks)
-        return fill_tables(tables, move(blocks, self.device))
+        blocks = move(blocks, self.device)
+        scores_ALCC = fill_marginals(blocks) if tables is None else fill_tables(tables, blocks)
+        drafts = scores_ALCC, blocks.tokens_ALC, blocks.labels_AL.where(blocks.known_AL, NO_LABEL)
+        by_trees = [accepted_by_trees(*drafts, budget) for budget in budgets]
+        return [accepted_A.cpu() for accepted_A in (accepted_by_chains(*drafts), *by_trees)]
 
     def _committed(self, accepted_A: torch.Tensor) -> float:
         """Tokens a step, over all sequences."""

@@ -12,7 +12,7 @@ import torch
 
 from serve.pairwise import walk_chain
 from serve.tree import follow_tree, grow_tree
-from serve.tree_batch import follow_trees, grow_trees
+from serve.tree_batch import TreeBatch, follow_trees, grow_trees
 
 NO_LABEL = -1
 """In `labels_AL` where the text has ended; no token is it."""
@@ -22,7 +22,7 @@ def accepted_by_trees(
     scores_ALCC: torch.Tensor, tokens_ALC: torch.Tensor, labels_AL: torch.Tensor, budget: int
 ) -> torch.Tensor:
     """Drafts accepted of each block's tree of `budget` nodes; scores as `serve.tree.grow_tree` takes. [A]"""
-    trees = grow_trees(scores_ALCC, budget)
+    trees = _grow(scores_ALCC, budget)
     slots_AN = (trees.depths_BN - 1).clamp_min(0)
     num_candidates = tokens_ALC.shape[-1]
     node_tokens_AN = tokens_ALC.flatten(1).gather(1, slots_AN * num_candidates + trees.candidates_BN)
@@ -66,6 +66,15 @@ def committed_by_step(accepted: Sequence[int]) -> list[int]:
         steps.append(min(accepted[at] + 1, len(accepted) - at))
         at += steps[-1]
     return steps
+
+
+def _grow(scores_ALCC: torch.Tensor, budget: int) -> TreeBatch:
+    """On a GPU in one launch: level by level the host takes longer than a small drafter's whole step."""
+    if scores_ALCC.device.type == "cpu":
+        return grow_trees(scores_ALCC, budget)
+    from serve import tree_grow_kernels  # noqa: PLC0415 - without a GPU there is no Triton
+
+    return tree_grow_kernels.grow_trees(scores_ALCC, budget)
 
 
 def _then_no_label(labels_AL: torch.Tensor) -> torch.Tensor:
