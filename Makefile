@@ -18,7 +18,7 @@ demo: venv
 	DS_ACCELERATOR=cpu $(VENV)/bin/deepspeed train/distill.py recipes/tiny_cpu.yaml
 
 test: venv
-	$(VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+	$(VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 lint: venv
 	$(VENV)/bin/ruff check .

@@ -31,6 +31,8 @@ _OVERRIDING_VARIABLES = frozenset({"VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MUL
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first that is set
 _GIVE_BACK, _GIVES_BACK = "pinned_max_cached_size_mb", Version("2.13")
 _CPU_CACHE_GIB = 1.0
+_ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""As its class is named: said as "uni", vLLM's CPU platform takes another."""
 PLAIN_BUDGET = 0
 MOST_NODES = 63
 """Of a tree: its rows, the committed token's with them, fit the bits of a word."""
@@ -234,12 +236,19 @@ def _capacity_arguments(serve: Serve) -> dict[str, Any]:
 def _device_arguments(serve: Serve) -> dict[str, Any]:
     if not is_cuda():
         # the section of serve/seam/: bit-equal stand-ins for the kernels that crawl in Triton's interpreter
-        return _cache_arguments(serve.kv_cache_gib or _CPU_CACHE_GIB) | {"additional_config": {SECTION: {}}}
+        cache = _cache_arguments(serve.kv_cache_gib or _CPU_CACHE_GIB)
+        return cache | _process_arguments(serve) | {"additional_config": {SECTION: {}}}
     kernels = {} if _has_flashinfer() else {"gdn_prefill_backend": "triton"}
     arguments = {"gpu_memory_utilization": serve.gpu_memory_utilization, "additional_config": kernels}
     if not (serve.compile or serve.enforce_eager):
         arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     return arguments | (_cache_arguments(serve.kv_cache_gib) if serve.kv_cache_gib else {})
+
+
+def _process_arguments(serve: Serve) -> dict[str, Any]:
+    """A worker alone is in its engine's process, as on a GPU: on a CPU vLLM starts it apart, to give OpenMP
+    its threads, of which `_cpu_defaults` takes care, and imports itself once more for it."""
+    return {"distributed_executor_backend": _ONE_PROCESS} if serve.tensor_parallel_size == 1 else {}
 
 
 def _cache_arguments(gib: float) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from recipes.errors import MachineError
 from recipes.schema import Sampling, Serve, Target
 from serve.capture import capture_options, read_spooled, spool_path
 from serve.engine import CHAIN_REQUEST, PLAIN_BUDGET, SECTION, engine_arguments
+from serve.heap import modules_stay
 from serve.served import describe_served
 
 
@@ -188,7 +189,8 @@ def _start_engine(
 ) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process; workers may be others
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are of CPU set-up
-    from vllm import EngineArgs, LLMEngine  # noqa: PLC0415 - it reads the environment
+    with modules_stay():
+        from vllm import EngineArgs, LLMEngine  # noqa: PLC0415 - it reads the environment
 
     if drafting is None:
         arguments = engine_arguments(target, serve, None, PLAIN_BUDGET, sleeps=sleeps)

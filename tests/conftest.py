@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from serve.heap import modules_stay
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
@@ -35,6 +37,19 @@ LAUNCHED = {
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "engine: starts a vLLM engine (seconds to minutes)")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """All that the tests' files import comes here, and stays."""
+    with modules_stay():
+        return (yield)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start engines come first: of two processes neither has a long one left at the end."""
+    first = {item.path for item in items if item.get_closest_marker("engine")}
+    items.sort(key=lambda item: item.path not in first)
 
 
 @pytest.fixture(scope="session")

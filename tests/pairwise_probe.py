@@ -1,9 +1,7 @@
 """Engines whose drafter has a pairwise head, in a process of their own; tells a test what they drafted.
 
-    python pairwise_probe.py FOLDER
-
-Reads `case` there (tests/tree_targets.py), whose drafter has a head, and the checkpoints that are to take its
-place.  Saves what each engine answered and drafted in each round.
+Reads `case` in a folder (tests/tree_targets.py), whose drafter has a head, and the checkpoints that are to
+take its place.  Saves what each engine answered and drafted in each round.
 """
 
 import os
@@ -19,7 +17,7 @@ import torch
 from tree_targets import Case
 
 from recipes.schema import Serve, Target
-from serve.engine import CHAIN_REQUEST, child_environment, engine_arguments
+from serve.engine import CHAIN_REQUEST, engine_arguments
 from serve.served import describe_served
 
 MAX_TOKENS, BUDGET = 24, 15
@@ -167,10 +165,6 @@ def main(folder: Path) -> None:
 
 def run_apart(folder: Path, runs: dict[str, Callable[[], dict[str, Told]]]) -> None:
     """Each in a process of its own; what it told is in a file of its name."""
-    os.environ.update(child_environment())
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker is looked at from inside
-    import vllm  # noqa: F401, PLC0415 - once for all: it takes longer than an engine
-
     for name, run in runs.items():
         child = os.fork()
         if child == 0:
@@ -179,9 +173,3 @@ def run_apart(folder: Path, runs: dict[str, Callable[[], dict[str, Told]]]) -> N
         _, status = os.waitpid(child, 0)
         if status:
             sys.exit(f"engine {name} failed")
-
-
-if __name__ == "__main__":
-    import pairwise_probe  # what is pickled has that module's name
-
-    pairwise_probe.main(Path(sys.argv[1]))

@@ -1,12 +1,9 @@
 """Engines whose trees have rows reserved for the greedy chain; tells a test what they drafted.
 
-    python reserved_probe.py FOLDER
-
-Reads `cases` there, by round.  Saves what each engine answered and drafted.
+Reads `cases` in a folder, by round.  Saves what each engine answered and drafted.
 """
 
 import pickle
-import sys
 from pathlib import Path
 
 from pairwise_probe import BUDGET, RESERVED, Told, answer, run_apart, run_gpu_runtime, start
@@ -28,7 +25,3 @@ def main(folder: Path) -> None:
         "GPU's trees": lambda: run_gpu_runtime(cases["GPU's trees"], reserved=RESERVED_IN["GPU's trees"]),
     }
     run_apart(folder, runs)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

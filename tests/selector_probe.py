@@ -1,13 +1,10 @@
 """Engines whose drafter is a DFlash2, in a process of their own; tells a test what they drafted.
 
-    python selector_probe.py FOLDER
-
-Reads `case` there, whose drafter has a selector, and other checkpoints of the same target.  Saves what each
-engine answered and drafted in each round.
+Reads `case` in a folder, whose drafter has a selector, and other checkpoints of the same target.  Saves what
+each engine answered and drafted in each round.
 """
 
 import pickle
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -117,9 +114,3 @@ def main(folder: Path) -> None:
         "gpu": lambda: run_gpu_runtime(case, watched),
     }
     run_apart(folder, runs)
-
-
-if __name__ == "__main__":
-    import selector_probe  # what is pickled has that module's name
-
-    selector_probe.main(Path(sys.argv[1]))

@@ -1,26 +1,21 @@
 """Swaps drafters in engines of its own, for a test: in quiet, under load, and checkpoints that do not fit.
 
-    python swap_probe.py PLAN OUT        both pickled: a `Plan`, and what was told
-
 The target is the embedded one in fp32 and trees are drafted, so that greedy text is exact.
 """
 
-import os
 import pickle
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from drafters import EMBEDDED_TARGET
-from search_path import environment
+from probe_host import run_probe
 from tree_probe import answer
 from tree_rounds import Round, Told
 
 from recipes.schema import Serve, Target
-from serve.engine import child_environment, engine_arguments
+from serve.engine import engine_arguments
 from serve.served import describe_served
 
 STEPS_BETWEEN = 12
@@ -58,16 +53,12 @@ class Swapped:
 
 def probe(plan: Plan, folder: Path) -> Swapped:
     """Runs it in a process of its own."""
-    (folder / "plan").write_bytes(pickle.dumps(plan))
-    done = subprocess.run(
-        [sys.executable, __file__, str(folder / "plan"), str(folder / "swapped")],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
+    run_probe("swap_probe", plan, folder / "swapped")
     return pickle.loads((folder / "swapped").read_bytes())
+
+
+def main(plan: Plan, swapped: Path) -> None:
+    swapped.write_bytes(pickle.dumps(run(plan)))
 
 
 def run(plan: Plan) -> Swapped:
@@ -145,12 +136,3 @@ class Load:
     def _counts(self) -> tuple[int, int]:
         values = {metric.name: getattr(metric, "value", 0) for metric in self._engine.get_metrics()}
         return values["vllm:spec_decode_num_drafts"], values["vllm:spec_decode_num_accepted_tokens"]
-
-
-if __name__ == "__main__":
-    import swap_probe  # so that what is pickled is known by a name that tests can import
-
-    os.environ.update(child_environment())
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    given = pickle.loads(Path(sys.argv[1]).read_bytes())
-    Path(sys.argv[2]).write_bytes(pickle.dumps(swap_probe.run(given)))

@@ -3,8 +3,6 @@
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,7 @@ import pytest
 import torch
 from drafted_checks import assert_greedy_chain, assert_heaps_tree
 from pairwise_probe import BUDGET, MAX_TOKENS, Drafted, Told
-from search_path import environment
+from probe_host import run_probe
 from test_serve_parity import VOCAB
 from tree_targets import NUM_SLOTS, Case, write_dense_case
 
@@ -52,15 +50,7 @@ def made(tmp_path_factory) -> tuple[Case, dict[str, PairwiseTables | None], Path
     named = {name: str(ckpt) for name, ckpt in others.items()}
     (folder / "told").mkdir()
     (folder / "told" / "case").write_bytes(pickle.dumps((case, named)))
-    probe = Path(__file__).with_name("pairwise_probe.py")
-    done = subprocess.run(
-        [sys.executable, str(probe), str(folder / "told")],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
+    run_probe("pairwise_probe", folder / "told")
     return case, heads, folder / "told"
 
 

@@ -6,22 +6,19 @@ forward, so the test also holds what a tap is.  Each convention moved by one mus
 
 # K=slots of a block  D=hidden  V=vocabulary
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from drafters import random_weights, write_checkpoint
-from search_path import environment
+from probe_host import run_probe
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from data.shards import Sequence
 from recipes.schema import Drafter, Serve, Target
 from serve.checkpoint import load_target_config, published_config
-from serve.engine import child_environment, engine_arguments
+from serve.engine import engine_arguments
 from train.batches import pack
 from train.checkpoint import load_published
 from train.drafter import DFlashDrafter
@@ -89,8 +86,6 @@ def write_target(folder: Path) -> Path:
 
 
 def serve_prompts(target: Path, ckpt: Path) -> list[Served]:
-    os.environ.update(child_environment())
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the drafter is looked at from inside
     from vllm import LLM, SamplingParams  # noqa: PLC0415 - it reads the environment
 
     serve = Serve(max_model_len=256, max_num_seqs=2, max_num_batched_tokens=256, enforce_eager=True)
@@ -110,6 +105,10 @@ def serve_prompts(target: Path, ckpt: Path) -> list[Served]:
         )
         served.append(Served([*prompt, *output.outputs[0].token_ids], seen[0]))
     return served
+
+
+def main(out: Path, target: Path, ckpt: Path) -> None:
+    torch.save([(each.token_ids, each.hidden_KD) for each in serve_prompts(target, ckpt)], out)
 
 
 def watch_drafts(worker, seen: list[torch.Tensor]) -> None:
@@ -133,7 +132,7 @@ def pair(tmp_path_factory) -> Pair:
     model = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     served = folder / "served"
     # apart: an engine's process group would be in the way of a trainer's
-    subprocess.run([sys.executable, __file__, served, target, ckpt], env=environment(), check=True)
+    run_probe("test_serve_parity", served, target, ckpt)
     told = [Served(*each) for each in torch.load(served)]
     return Pair(model, load_published(ckpt).float().eval(), told)
 
@@ -186,9 +185,3 @@ def test_a_window_off_by_one_shows_once_the_context_reaches_it(pair, off):
     last_slot = DRAFTER.block_size - 1
     reached = {anchor: anchor + last_slot >= min(WINDOW, WINDOW + off) for anchor in shows}
     assert shows == reached
-
-
-if __name__ == "__main__":
-    out, *of_pair = map(Path, sys.argv[1:])
-    told = [(each.token_ids, each.hidden_KD) for each in serve_prompts(*of_pair)]
-    torch.save(told, out)

@@ -2,8 +2,6 @@
 
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +9,8 @@ import pytest
 from drafted_checks import assert_heaps_tree, greedy_chain
 from drafters import EMBEDDED_TARGET
 from pairwise_probe import BUDGET, MAX_TOKENS, RESERVED, Drafted, Told
+from probe_host import run_probe
 from reserved_probe import RESERVED_IN
-from search_path import environment
 from test_serve_pairwise_engine import RANK, drafts_worth_checking, draw_head, scores_by_definition
 from tree_targets import NUM_SLOTS, Case, greedy_texts, write_dense_case, write_hybrid_case
 
@@ -45,15 +43,7 @@ def heads(cases) -> dict[str, PairwiseTables | None]:
 def told(cases, heads, tmp_path_factory) -> dict[str, Told]:
     folder = tmp_path_factory.mktemp("told")
     (folder / "cases").write_bytes(pickle.dumps(cases))
-    probe = Path(__file__).with_name("reserved_probe.py")
-    done = subprocess.run(
-        [sys.executable, str(probe), str(folder)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
+    run_probe("reserved_probe", folder)
     rounds: dict[str, Told] = {}
     for name in RESERVED_IN:
         rounds |= pickle.loads((folder / f"{name}.told").read_bytes())

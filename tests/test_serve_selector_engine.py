@@ -2,8 +2,6 @@
 
 import json
 import pickle
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,8 @@ import torch
 from drafted_checks import assert_greedy_chain, assert_heaps_tree, greedy_chain
 from drafters import random_weights, write_checkpoint
 from pairwise_probe import BUDGET, MAX_TOKENS, RESERVED, Told
+from probe_host import run_probe
 from safetensors.torch import load_file
-from search_path import environment
 from selector_probe import Selected
 from tree_targets import NUM_SLOTS, Case, write_dense_case
 
@@ -75,15 +73,7 @@ def made(tmp_path_factory) -> Made:
     named = {name: str(ckpt) for name, ckpt in others.items()}
     (folder / "told").mkdir()
     (folder / "told" / "case").write_bytes(pickle.dumps((case, named, str(few_ckpt))))
-    probe = Path(__file__).with_name("selector_probe.py")
-    done = subprocess.run(
-        [sys.executable, str(probe), str(folder / "told")],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
+    run_probe("selector_probe", folder / "told")
     of_first = load_file(first / "model.safetensors")
     weights = dict.fromkeys(("trees", "chains", "chain", "reserved", "few", "GPU's trees"), of_first)
     weights["swapped"] = load_file(others["other"] / "model.safetensors")

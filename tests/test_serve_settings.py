@@ -310,6 +310,17 @@ def test_the_cpu_kernels_are_asked_for_in_the_seams_own_section():
     assert (SECTION in asked) is not is_cuda()
 
 
+@pytest.mark.parametrize(
+    ("on_gpu", "ranks", "is_said"), [(False, 1, True), (False, 2, False), (True, 1, False)]
+)
+def test_a_worker_alone_is_in_its_engines_process(monkeypatch, on_gpu, ranks, is_said):
+    """On a GPU vLLM has it so itself."""
+    recipe = tiny_recipe(f"serve.tensor_parallel_size={ranks}")
+    monkeypatch.setattr("serve.engine.is_cuda", lambda: on_gpu)
+    arguments = engine_arguments(recipe.target, recipe.serve, None, None)
+    assert ("UniProcExecutor" in arguments.get("distributed_executor_backend", "")) is is_said
+
+
 def test_a_checkpoint_brings_its_own_target_and_settings(ours):
     plan = make_plan(request(ckpt=ours))
     assert (plan.target, plan.serve) == (tiny_recipe().target, tiny_recipe().serve)

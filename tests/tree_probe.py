@@ -1,62 +1,33 @@
 """Runs engines with draft trees, or without, each in a process of its own, and tells tests what they did.
 
-    python tree_probe.py FOLDER NAMES    reads `specs` there, writes what each of these engines told
-
 What they are given and tell stands in tests/tree_rounds.py.
 """
 
-import os
 import pickle
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from search_path import environment
+from probe_host import run_probe, start_host
 from tree_controls import broken, preempting
 from tree_rounds import Round, Spec, Told
 from tree_watch import Watch
 
 from recipes.schema import Serve, Target
-from serve.engine import child_environment, engine_arguments
+from serve.engine import engine_arguments
 
 
 def run_engines(specs: dict[str, Spec], folder: Path) -> dict[str, dict[str, Told]]:
     """Runs each in a process of its own, on a GPU all at once; what each round of each told."""
-    (folder / "specs").write_bytes(pickle.dumps(specs))
-    parts = [[name] for name in specs] if torch.cuda.is_available() else [list(specs)]
-    with ThreadPoolExecutor() as pool:
-        for done in pool.map(lambda names: _run_process(folder, names), parts):
-            assert done.returncode == 0, done.stderr[-5000:]
+    start_host()
+    with ThreadPoolExecutor(len(specs) if torch.cuda.is_available() else 1) as pool:
+        list(pool.map(lambda name: run_probe("tree_probe", specs[name], folder / f"{name}.told"), specs))
     return {name: pickle.loads((folder / f"{name}.told").read_bytes()) for name in specs}
 
 
-def _run_process(folder: Path, names: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, __file__, str(folder), *names],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def main(folder: Path, names: list[str]) -> None:
-    os.environ.update(child_environment())
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker is looked at from inside
-    import vllm  # noqa: F401, PLC0415 - once for all: it takes longer than an engine
-
-    specs = pickle.loads((folder / "specs").read_bytes())
-    for name in names:
-        child = os.fork()
-        if child == 0:
-            (folder / f"{name}.told").write_bytes(pickle.dumps(run_engine(specs[name])))
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if status:
-            sys.exit(f"engine {name} failed")
+def main(spec: Spec, told: Path) -> None:
+    told.write_bytes(pickle.dumps(run_engine(spec)))
 
 
 def run_engine(spec: Spec) -> dict[str, Told]:
@@ -115,7 +86,3 @@ def answer(engine: Any, given: Round) -> Told:
                 [{token: each.logprob for token, each in step.items()} for step in completion.logprobs]
             )
     return told
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
