@@ -18,17 +18,17 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel
-from transformers import AutoTokenizer
 
 from data.engines import Command, Engine, Measurement, Swap, running_engines, share_out, tell_all
 from data.filling import Tally, make_shards, report_round
-from data.groups import Rendered, render
+from data.groups import Rendered
 from data.outcome import show_skips
 from data.prompts import load_suite_prompts
+from data.render import load_chat_template
 from data.rounds import check_shares, read_round, share_shards, write_round
 from data.shard_plan import ShardPlan, make_plan
 from recipes.errors import run_command
-from recipes.load import load_recipe, resolve_model
+from recipes.load import load_recipe
 from recipes.manifest import Pulse
 from recipes.schema import Recipe, Sampling
 from serve.engine import enter_environment, is_cuda
@@ -101,10 +101,10 @@ def take_pulses(recipe: Recipe, engines: list[Engine]) -> list[Pulse]:
 
 
 def _pulse_prompts(recipe: Recipe) -> list[Rendered]:
-    target = recipe.target
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model(target.model), revision=target.revision)
+    """As the measured server is asked them."""
+    template, thinking = load_chat_template(recipe.target), recipe.eval.thinking
     prompts = load_suite_prompts(recipe.eval.suite, recipe.rounds.pulse_prompts, recipe.data)
-    return render(prompts, tokenizer)
+    return [Rendered(each.id, template.render(each.messages, each.tools, thinking)) for each in prompts]
 
 
 class Fleet:

@@ -10,15 +10,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from data.conversations import Conversation
+from data.hub import read_hub
 from data.python_prompts import PYTHON_SOURCES, is_python, read_python
-from data.rows import BrokenFileError, Placed, find_files, read_rows, without_unset
+from data.rows import BrokenFileError, Placed, find_files, read_rows
 from data.shapes import RowError, read_conversation
 from data.skips import Skips
 from data.suites import SUITES, is_suite, read_suite
-from recipes.errors import MachineError, UserError
+from recipes.errors import UserError
 from recipes.schema import Source
 
 Found = tuple[str, Conversation]
@@ -41,7 +40,7 @@ def read_source(source: Source, skips: Skips) -> Iterator[Found]:
     for place, content in islice(_read_placed(source), source.limit):
         skips.num_rows += 1
         try:
-            yield place, _make(content, source)
+            yield place, replace(_make(content, source), place=place)
             is_any = True
         except RowError as defect:
             skips.add(place, defect)
@@ -125,17 +124,5 @@ def _offer(path: Path, count: int) -> str:
 
 
 def _read_hub(name: str, source: Source) -> Iterator[Placed]:
-    """As a stream: nothing but the row at hand is kept."""
-    # it takes seconds to import, and most recipes read files
-    from datasets import load_dataset  # noqa: PLC0415
-    from datasets.exceptions import DatasetsError  # noqa: PLC0415
-
-    where, number = f"prompts {name} at {source.revision}, split {source.split}", 0
-    options = {"split": source.split, "revision": source.revision, "streaming": True}
-    try:
-        for number, row in enumerate(load_dataset(name, source.subset, **options), start=1):
-            yield f"row {number}", without_unset(row)
-    except (DatasetsError, ValueError) as error:
-        raise UserError(f"{where}: after {number:,} rows, {error}") from error
-    except (OSError, httpx.HTTPError) as error:
-        raise MachineError(f"{where}: reading it ended after {number:,} rows ({error})") from error
+    where = f"prompts {name} at {source.revision}, split {source.split}"
+    return read_hub(where, name, source.subset, split=source.split, revision=source.revision)

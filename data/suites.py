@@ -1,5 +1,6 @@
 """Conversations of Python packages, for measuring and training offline; none of their contents lies here.
 
+The names of `data.benchmarks`, whose sets are on the hub, are suites too.
 `human-eval`: 164 prompts, each the head of a function.  `mt-bench`: 80 questions of two turns.  `bfcl`: 200
 conversations of several turns with the tools that they are about; `bfcl:NAME` another file of that package,
 `bfcl:simple_python`.  The packages are not imported, their files are read.  Called by `data.sources`.
@@ -12,11 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from data.benchmarks import BENCHMARKS, read_benchmark
 from data.rows import Placed, read_rows
 from data.shapes import RowError
 from recipes.errors import UserError
 
-SUITES = ("human-eval", "mt-bench", "bfcl")
+SUITES = ("human-eval", "mt-bench", "bfcl", *BENCHMARKS)
 OPEN_TURN = {"role": "assistant", "content": ""}
 """Where the target is to answer before the user goes on: nobody has, yet."""
 
@@ -69,6 +71,10 @@ def read_suite(name: str) -> Iterator[Placed]:
     kind, _, part = name.partition(":")
     if part and kind != "bfcl":
         raise UserError(f"prompts {name!r}: {kind} has no parts; write {kind}")
+    yield from read_benchmark(name) if kind in BENCHMARKS else _read_package(name, kind, part)
+
+
+def _read_package(name: str, kind: str, part: str) -> Iterator[Placed]:
     package = _PACKAGES[kind]
     path = _find_folder(name, package) / package.file.format(part or _BFCL_FILE)
     if not path.exists():

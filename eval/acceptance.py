@@ -12,7 +12,7 @@ max_tokens.  So for R requests with chunks c[r][0..n_r]:
 Pure: no clock, no file, no torch.  `eval/measure.py` calls it.
 """
 
-# N=requests
+# N=requests  S=resamples
 
 import math
 from collections import Counter
@@ -25,6 +25,9 @@ import numpy as np
 from recipes.errors import UserError
 from serve.client import SpecCounters
 
+NUM_RESAMPLES = 2000
+"""Of the bootstrap: its interval's ends then move by a few hundredths of its width with another seed."""
+
 
 @dataclass(frozen=True)
 class Acceptance:
@@ -35,6 +38,7 @@ class Acceptance:
     reached: tuple[int, ...]  # [k-1]: steps that accepted at least k drafts
     mean_of_request_means: float | None  # None when the chunks cannot tell
     standard_error: float | None  # of the acceptance length over requests; None below two requests
+    interval: tuple[float, float] | None  # of 95 %, by a bootstrap over requests; None as above
     coalesced: bool  # the chunks were not one per step: `steps` and `reached` are the engine's counters
     undrafted_steps: int  # of a drafting engine: steps for which it had no draft (after a preemption, say)
 
@@ -86,6 +90,14 @@ def find_standard_error(residuals_N: np.ndarray, is_decoded_N: np.ndarray) -> fl
     """Of a ratio of sums over requests (requests, not steps, are what is independent)."""
     number = int(is_decoded_N.sum())
     return math.sqrt(float((residuals_N**2).sum()) * number / max(1, number - 1))
+
+
+def bootstrap_interval(counts: Counts, seed: int = 0) -> tuple[float, float]:
+    """The middle 95 % of the lengths that as many requests have, drawn from these with replacement."""
+    chosen_N = np.flatnonzero(counts.is_decoded)
+    drawn_SN = np.random.default_rng(seed).choice(chosen_N, size=(NUM_RESAMPLES, len(chosen_N)))
+    lengths_S = counts.tokens_N[drawn_SN].sum(axis=1) / counts.steps_N[drawn_SN].sum(axis=1)
+    return float(np.quantile(lengths_S, 0.025)), float(np.quantile(lengths_S, 0.975))
 
 
 def count_acceptance(requests: Sequence[Sequence[int]], counters: SpecCounters | None) -> Acceptance:
@@ -148,12 +160,15 @@ def _committed(requests: Sequence[Sequence[int]]) -> int:
 def _count_chunks(requests: Sequence[Sequence[int]], counters: SpecCounters) -> Acceptance:
     steps = _steps(requests)
     means = [sum(chunks[1:]) / len(chunks[1:]) for chunks in requests if len(chunks) > 1]
+    counts = count_requests(requests)
+    has_spread = counts.is_decoded.sum() > 1
     return Acceptance(
         steps=len(steps),
         committed_tokens=sum(steps),
         reached=tuple(sum(size > k for size in steps) for k in range(1, _num_drafts(counters) + 1)),
         mean_of_request_means=sum(means) / len(means),
-        standard_error=_standard_error(requests),
+        standard_error=counts.standard_error if has_spread else None,
+        interval=bootstrap_interval(counts) if has_spread else None,
         coalesced=False,
         undrafted_steps=len(steps) - counters.drafts,
     )
@@ -166,6 +181,7 @@ def _count_engine(requests: Sequence[Sequence[int]], counters: SpecCounters) -> 
         reached=counters.accepted_per_position,
         mean_of_request_means=None,
         standard_error=None,
+        interval=None,
         coalesced=True,
         undrafted_steps=0,
     )
@@ -180,14 +196,10 @@ def _count_plain(requests: Sequence[Sequence[int]]) -> Acceptance:
         reached=(),
         mean_of_request_means=1.0,
         standard_error=0.0,
+        interval=(1.0, 1.0),
         coalesced=any(size > 1 for chunks in requests for size in chunks),
         undrafted_steps=0,
     )
-
-
-def _standard_error(requests: Sequence[Sequence[int]]) -> float | None:
-    counts = count_requests(requests)
-    return counts.standard_error if counts.is_decoded.sum() > 1 else None
 
 
 def _num_drafts(counters: SpecCounters) -> int:

@@ -1,13 +1,15 @@
 """Puts a job and what its passes found together into a Report."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from eval.branching import find_branching
 from eval.job import Job
 from eval.lossless import NEAR_TIE_NATS, Divergence, find_divergences
 from eval.report import (
     AtTemperature,
+    BranchingPart,
     Decoding,
     DivergencePart,
     DrafterPart,
@@ -51,19 +53,30 @@ class TreeRun:
     passes: list[Pass[TreeDecoding]]
 
 
+@dataclass(frozen=True)
+class Findings:
+    """Of all servers of a job; passes are in the order of its temperatures."""
+
+    chain: ChainRun
+    plain: PlainRun | None = None
+    """None where only a URL was given."""
+    tree: TreeRun | None = None
+    """None where no trees were asked for."""
+    baselines: Mapping[str, list[Pass[Decoding]]] = field(default_factory=dict)
+    """By name."""
+
+
 def log_path(job: Job, name: str) -> Path:
-    """Where the server `name` (plain, chain or tree) of this job writes."""
-    return job.out.parent / "logs" / f"measure-{name}.log"
+    """Where the server `name` (plain, chain, tree or a baseline) of this job writes."""
+    return job.out.parent / "logs" / f"measure-{name.replace(':', '-')}.log"
 
 
 def compose_report(
-    job: Job, plain: PlainRun | None, chain: ChainRun, tree: TreeRun | None, seconds: Mapping[str, float]
+    job: Job, found: Findings, seconds: Mapping[str, float], gpu_gib: Mapping[str, float]
 ) -> Report:
-    """`plain` is None where only a URL was given, `tree` where no trees were asked for.
-
-    Passes are in the order of the job's temperatures.
-    """
-    first, *others = _join_passes(job, plain, chain, tree)
+    """`seconds` by phase, `gpu_gib` by server."""
+    plain, chain, tree = found.plain, found.chain, found.tree
+    first, *others = _join_passes(job, found)
     return Report(
         target=_describe_target(job, chain.server),
         drafter=DrafterPart(checkpoint=str(job.plan.ckpt) if job.plan else None, step=job.step),
@@ -72,23 +85,26 @@ def compose_report(
         plain=first.plain,
         chain=first.chain,
         tree=first.tree,
+        baselines=first.baselines,
         lossless=_compare_greedy(job, plain, chain, tree),
+        branching=_find_branching(job, chain, tree),
         seconds=dict(seconds),
+        gpu_gib=dict(gpu_gib),
         other_temperatures=others,
         recipe=job.recipe.model_dump(mode="json") if job.recipe else None,
         provenance=provenance(),
     )
 
 
-def _join_passes(
-    job: Job, plain: PlainRun | None, chain: ChainRun, tree: TreeRun | None
-) -> list[AtTemperature]:
+def _join_passes(job: Job, found: Findings) -> list[AtTemperature]:
+    plain, chain, tree = found.plain, found.chain, found.tree
     return [
         AtTemperature(
             temperature=temperature,
             plain=plain.passes[index].decoding if plain else None,
             chain=chain.passes[index].decoding,
             tree=tree.passes[index].decoding if tree else None,
+            baselines={name: passes[index].decoding for name, passes in found.baselines.items()},
         )
         for index, temperature in enumerate(job.settings.temperatures)
     ]
@@ -122,7 +138,18 @@ def _describe_settings(job: Job, server: Server, tree: TreeRun | None) -> Settin
         seed=job.settings.seed,
         block_size=server.num_drafts + 1,
         budget=job.settings.tree_budget if tree else None,
+        thinking=job.settings.thinking,
     )
+
+
+def _find_branching(job: Job, chain: ChainRun, tree: TreeRun | None) -> BranchingPart | None:
+    if tree is None or 0.0 not in job.settings.temperatures:
+        return None
+    greedy = job.settings.temperatures.index(0.0)
+    of_chain, of_tree = chain.passes[greedy], tree.passes[greedy]
+    if of_chain.decoding.coalesced or of_tree.decoding.coalesced:
+        return None
+    return find_branching(of_chain.completions, of_tree.completions, chain.server.num_drafts)
 
 
 def _compare_greedy(

@@ -14,6 +14,7 @@ from recipes.load import load_recipe
 from recipes.manifest import CheckpointManifest, read_manifest
 from recipes.problems import describe_problem
 from recipes.schema import Eval, Recipe
+from serve.baselines import Baseline, read_baselines
 from serve.plan import MANIFEST_NAME, Plan, Request, make_plan
 
 
@@ -41,6 +42,8 @@ class Job:
     recipe: Recipe | None
     settings: Eval
     prompts: list[Prompt]
+    baselines: list[Baseline]
+    """None at a URL."""
     out: Path
     tensorboard: Path | None
     step: int | None
@@ -51,8 +54,10 @@ def make_job(options: Options) -> Job:
     """Raises UserError for whatever cannot be measured."""
     if (options.url is None) == (options.ckpt is None):
         raise UserError("give either --ckpt, the checkpoint to measure, or --url, the server to measure")
-    if options.url is not None and options.overrides.get("tree_budget"):
-        raise UserError("--tree-budget needs --ckpt: a server at --url is measured with whatever it drafts")
+    for name in ("tree_budget", "baselines"):
+        if options.url is not None and options.overrides.get(name):
+            flag = f"--{name.replace('_', '-').removesuffix('s')}"
+            raise UserError(f"{flag} needs --ckpt: a server at --url is measured with whatever it drafts")
     _require_writable(options.out)
     manifest = _read_manifest(options.ckpt) if options.ckpt else None
     recipe = _choose_recipe(options.recipe, manifest)
@@ -64,6 +69,7 @@ def make_job(options: Options) -> Job:
         recipe=recipe,
         settings=settings,
         prompts=load_suite(settings.suite, settings.num_prompts, recipe.data if recipe else None),
+        baselines=_choose_baselines(plan, settings) if plan else [],
         out=options.out,
         tensorboard=options.tensorboard,
         step=_choose_step(options, manifest),
@@ -118,6 +124,11 @@ def _choose_settings(recipe: Recipe | None, overrides: dict[str, Any]) -> Eval:
         raise UserError("\n  ".join(["cannot measure so", *lines])) from invalid
     _refuse_repeats(settings)
     return settings
+
+
+def _choose_baselines(plan: Plan, settings: Eval) -> list[Baseline]:
+    assert plan.drafter is not None, "a checkpoint is measured"
+    return read_baselines(settings.baselines, plan.target, plan.drafter.block_size - 1)
 
 
 def _refuse_repeats(settings: Eval) -> None:

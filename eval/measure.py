@@ -2,13 +2,13 @@
 
     python eval/measure.py (--ckpt CKPT | --url U) --suite S --out report.json [--recipe R] [options]
 
---ckpt starts the plain server, then the chain's and, where a tree budget is given, that of draft trees, and
-gives all the same prompts and seeds; --url measures whatever drafts there, as a chain.  Ends with
-report.json, a table, and points for TensorBoard if asked.
+--ckpt starts the plain server, then the chain's, where a tree budget is given that of draft trees, and one
+for each baseline, and gives all the same prompts and seeds; --url measures whatever drafts there, as a chain.
+Ends with report.json, a table, and points for TensorBoard if asked.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -17,11 +17,12 @@ import typer
 from rich.console import Console
 from typer import Option
 
-from eval.compose import ChainRun, PlainRun, TreeRun, compose_report, log_path
+from eval.compose import ChainRun, Findings, PlainRun, TreeRun, compose_report, log_path
+from eval.gpu_memory import read_used_gib
 from eval.job import Job, Options, make_job
 from eval.points import curve_points, write_curves
 from eval.progress import Phases, show_phases
-from eval.report import Report, write_report
+from eval.report import Decoding, Report, write_report
 from eval.served import (
     DecodingT,
     OnDone,
@@ -34,6 +35,7 @@ from eval.served import (
 )
 from eval.table import print_report
 from recipes.errors import UserError, run_command
+from serve.baselines import Baseline
 from serve.engine import PLAIN_BUDGET
 from serve.plan import Plan
 from serve.server import serving
@@ -44,13 +46,21 @@ def main(  # noqa: PLR0913, PLR0917 - a command line's options
     url: Annotated[str | None, Option(help="A running server, as http://127.0.0.1:8000.")] = None,
     ckpt: Annotated[Path | None, Option(help="The drafter's checkpoint folder, served for this.")] = None,
     recipe: Annotated[Path | None, Option(help="Target, engine and eval settings of this recipe.")] = None,
-    suite: Annotated[str | None, Option(help="Held-out prompts; this and the next six: eval.*.")] = None,
+    suite: Annotated[str | None, Option(help="Held-out prompts; this and the next eight: eval.*.")] = None,
     num_prompts: Annotated[int | None, Option(help="How many prompts of the suite.")] = None,
     max_tokens: Annotated[int | None, Option(help="Longest response.")] = None,
     temperature: Annotated[list[float] | None, Option(help="May be repeated; the first leads.")] = None,
     concurrency: Annotated[int | None, Option(help="Requests at a time.")] = None,
     seed: Annotated[int | None, Option(help="Of the first prompt; the next has one more.")] = None,
     tree_budget: Annotated[int | None, Option(help="Nodes of draft trees to measure too; 0: none.")] = None,
+    thinking: Annotated[
+        bool | None,
+        Option("--thinking/--no-thinking", help="enable_thinking of each request; left out: none is sent."),
+    ] = None,
+    baseline: Annotated[
+        list[str] | None,
+        Option(help="Of vLLM's own: ngram, mtp, eagle3=CHECKPOINT; ngram:K for K drafts. May be repeated."),
+    ] = None,
     tensorboard: Annotated[Path | None, Option(help="Add points to the curves in this folder.")] = None,
     step: Annotated[int | None, Option(help="Their step; left out: the checkpoint's.")] = None,
     simulated: Annotated[float | None, Option(help="Training's acceptance length, for accept_gap.")] = None,
@@ -64,6 +74,8 @@ def main(  # noqa: PLR0913, PLR0917 - a command line's options
         "concurrency": concurrency,
         "seed": seed,
         "tree_budget": tree_budget,
+        "thinking": None if thinking is None else ("on" if thinking else "off"),
+        "baselines": baseline,
     }
     job = make_job(Options(url, ckpt, recipe, out, overrides, tensorboard, step, simulated))
     report = measure(job)
@@ -77,30 +89,56 @@ def main(  # noqa: PLR0913, PLR0917 - a command line's options
 
 def measure(job: Job) -> Report:
     """Runs every pass; writes nothing but the servers' logs."""
-    plain = tree = None
+    gpu_gib: dict[str, float] = {}
     with show_phases() as phases:
         if job.plan is None:
             assert job.url is not None, "a job has a URL or a plan"
-            chain = run_chain(job, phases, job.url)
+            found = Findings(run_chain(job, phases, job.url))
         else:
-            with start_server(job, phases, job.plan, "plain", PLAIN_BUDGET) as url:
-                plain = run_plain(job, phases, url)
-            with start_server(job, phases, job.plan, "chain", None) as url:
-                chain = run_chain(job, phases, url)
-            if job.settings.tree_budget:
-                with start_server(job, phases, job.plan, "tree", job.settings.tree_budget) as url:
-                    tree = run_tree(job, phases, url, depth=chain.server.num_drafts)
-    return compose_report(job, plain, chain, tree, phases.seconds)
+            found = measure_servers(job, phases, partial(start_server, job, phases, job.plan, gpu_gib))
+    return compose_report(job, found, phases.seconds, gpu_gib)
+
+
+def measure_servers(job: Job, phases: Phases, start: Callable[..., AbstractContextManager[str]]) -> Findings:
+    """One server after the other; `start` is `start_server` but for what it serves."""
+    with start("plain", PLAIN_BUDGET) as url:
+        plain = run_plain(job, phases, url)
+    with start("chain", None) as url:
+        chain = run_chain(job, phases, url)
+    tree, baselines = None, {}
+    if job.settings.tree_budget:
+        with start("tree", job.settings.tree_budget) as url:
+            tree = run_tree(job, phases, url, depth=chain.server.num_drafts)
+    for baseline in job.baselines:
+        with start(baseline.name, PLAIN_BUDGET, baseline) as url:
+            baselines[baseline.name] = run_baseline(job, phases, url, baseline)
+    return Findings(chain, plain, tree, baselines)
 
 
 @contextmanager
-def start_server(job: Job, phases: Phases, plan: Plan, name: str, budget: int | None) -> Iterator[str]:
-    """The server of this budget (as `serving` reads it), its start a phase of its own."""
+def start_server(
+    job: Job,
+    phases: Phases,
+    plan: Plan,
+    gpu_gib: dict[str, float],
+    name: str,
+    budget: int | None,
+    baseline: Baseline | None = None,
+) -> Iterator[str]:
+    """The server of this budget (as `serving` reads it) or baseline, its start a phase of its own.
+
+    What it takes of the GPUs goes to `gpu_gib`, where it can be read.
+    """
     ckpt = None if budget == PLAIN_BUDGET else plan.ckpt
+    before = read_used_gib()
     with ExitStack() as stack:
         with phases.phase(f"start {name}"):
-            url = stack.enter_context(serving(plan.target, plan.serve, ckpt, budget, log_path(job, name)))
+            server = serving(plan.target, plan.serve, ckpt, budget, log_path(job, name), baseline)
+            url = stack.enter_context(server)
         yield url
+        used = read_used_gib()
+    if before is not None and used is not None:
+        gpu_gib[name] = used - before
 
 
 def run_plain(job: Job, phases: Phases, url: str) -> PlainRun:
@@ -127,6 +165,12 @@ def run_tree(job: Job, phases: Phases, url: str, depth: int) -> TreeRun:
     assert found == budget, f"asked for trees of {budget} nodes, the engine drafts {found}"
     one_pass = partial(run_tree_pass, url, job.prompts, job.settings, depth)
     return TreeRun(run_passes(job, phases, url, "tree", one_pass))
+
+
+def run_baseline(job: Job, phases: Phases, url: str, baseline: Baseline) -> list[Pass[Decoding]]:
+    found = identify_server(url).num_drafts
+    assert found == baseline.num_drafts, f"asked for {baseline.num_drafts} drafts, the engine makes {found}"
+    return run_passes(job, phases, url, baseline.name, partial(run_pass, url, job.prompts, job.settings))
 
 
 def run_passes(

@@ -1,6 +1,7 @@
 """report.json, schema version 1: what a measurement found, with all it takes to repeat it.
 
-Written whole or not at all.  `eval/measure.py` makes it; `eval/table.py` and `eval/points.py` show it.
+A field with a default came later than the first reports, which are read all the same.  Written whole or not
+at all.  `eval/measure.py` makes it; `eval/table.py` and `eval/points.py` show it.
 """
 
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from recipes.manifest import write_json
+from recipes.schema import Thinking
 
 Natural = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -53,6 +55,25 @@ class Settings(Part):
     """The anchor and the drafts of a step."""
     budget: Natural | None
     """Most nodes of a draft tree; None where no trees were measured."""
+    thinking: Thinking = "template"
+    """What the chat template was told."""
+
+
+class Spread(Part):
+    """Of many times, in milliseconds."""
+
+    p50: float
+    p99: float
+
+
+class Latency(Part):
+    """How long clients waited, at the stated concurrency; the terms are those of `eval/latency.py`."""
+
+    first_token: Spread
+    between_chunks: Spread
+    per_token: Spread
+    step_ms: float
+    """Of a request's verification step, on average."""
 
 
 class Decoding(Part):
@@ -61,6 +82,8 @@ class Decoding(Part):
     acceptance_length: float
     standard_error: float | None
     """Of the acceptance length, over requests."""
+    interval: tuple[float, float] | None = None
+    """That holds the acceptance length with 95 %, by a bootstrap over requests; None where it is unknown."""
     mean_of_request_means: float | None
     tokens_per_second: float
     """Generated tokens of all requests / wall-clock seconds, at the stated concurrency."""
@@ -72,6 +95,8 @@ class Decoding(Part):
     coalesced: bool
     """The server merged chunks: steps and depths are the engine's counters, which know no cut at the end."""
     undrafted_steps: Natural
+    latency: Latency | None = None
+    """None where no answer was longer than a chunk."""
 
 
 class TreeDecoding(Decoding):
@@ -113,11 +138,25 @@ class LosslessPart(GreedyPart):
     tree: GreedyPart | None = None
 
 
+class BranchingPart(Part):
+    """What trees hold where the greedy chain fails; the terms are those of `eval/branching.py`."""
+
+    shared_steps: Natural
+    failed: Natural
+    """Of them, those in which the target took another token than the chain had."""
+    held: Natural
+    short: Natural
+    depth_after: float | None
+    """Drafts from that token on that the target took of a tree that held it, on average."""
+
+
 class AtTemperature(Part):
     temperature: float
     plain: Decoding | None
     chain: Decoding
     tree: TreeDecoding | None = None
+    baselines: dict[str, Decoding] = {}
+    """vLLM's own ways of drafting, by name."""
 
 
 class Report(Part):
@@ -130,10 +169,15 @@ class Report(Part):
     """None where only a URL was given."""
     chain: Decoding
     tree: TreeDecoding | None = None
+    baselines: dict[str, Decoding] = {}
     lossless: LosslessPart | None
     """None unless both plain and chain ran at temperature 0."""
+    branching: BranchingPart | None = None
+    """None unless both chain and trees ran at temperature 0, and no chunks were merged."""
     seconds: dict[str, Seconds]
     """By phase."""
+    gpu_gib: dict[str, float] = {}
+    """Memory that each engine took of the GPUs; empty on a CPU, and where it could not be read."""
     other_temperatures: list[AtTemperature]
     recipe: dict[str, Any] | None
     provenance: dict[str, Any]
@@ -141,7 +185,11 @@ class Report(Part):
     def by_temperature(self) -> list[AtTemperature]:
         """All that was measured, the report's own temperature first."""
         own = AtTemperature(
-            temperature=self.settings.temperature, plain=self.plain, chain=self.chain, tree=self.tree
+            temperature=self.settings.temperature,
+            plain=self.plain,
+            chain=self.chain,
+            tree=self.tree,
+            baselines=self.baselines,
         )
         return [own, *self.other_temperatures]
 

@@ -6,13 +6,14 @@ temperature.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import httpx
 
 from data.prompts import Prompt
 from eval.acceptance import count_acceptance, cut_to_depth, repeated_ngram_share
+from eval.latency import find_latency
 from eval.report import Decoding, TreeDecoding
 from recipes.errors import UserError
 from recipes.schema import Eval
@@ -92,11 +93,8 @@ def run_tree_pass(
 
 def _as_tree(decoding: Decoding, counters: SpecCounters, depth: int) -> TreeDecoding:
     missing = depth - len(decoding.accepted_by_depth)  # a tree of fewer nodes reaches no deeper
-    return TreeDecoding(
-        **decoding.model_dump(exclude={"accepted_by_depth"}),
-        accepted_by_depth=decoding.accepted_by_depth + [0.0] * missing,
-        nodes_per_step=counters.draft_tokens / decoding.steps,
-    )
+    fields = dict(decoding) | {"accepted_by_depth": decoding.accepted_by_depth + [0.0] * missing}
+    return TreeDecoding(**fields, nodes_per_step=counters.draft_tokens / decoding.steps)
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ def _clock(
     url: str, prompts: Sequence[Prompt], settings: Eval, temperature: float, on_done: OnDone
 ) -> _Clocked:
     """Completes every prompt; the clock and the counters span just these requests."""
-    sampling = SamplingRequest(temperature, settings.max_tokens, seed=settings.seed)
+    sampling = _sampling(settings, temperature)
     before, start = read_counters(url), time.monotonic()
     completions = _complete(url, prompts, sampling, settings, on_done)
     seconds, after = time.monotonic() - start, read_counters(url)
@@ -122,8 +120,12 @@ def run_reference(url: str, prompts: Sequence[Prompt], settings: Eval, on_done: 
 
     A run apart, unclocked: on a CPU log-probabilities make decoding several times slower.
     """
-    sampling = SamplingRequest(0.0, settings.max_tokens, seed=settings.seed, logprobs=TOP_LOGPROBS)
+    sampling = replace(_sampling(settings, 0.0), logprobs=TOP_LOGPROBS)
     return _complete(url, prompts, sampling, settings, on_done)
+
+
+def _sampling(settings: Eval, temperature: float) -> SamplingRequest:
+    return SamplingRequest(temperature, settings.max_tokens, seed=settings.seed, thinking=settings.thinking)
 
 
 def _complete(
@@ -138,6 +140,7 @@ def _describe(completions: Sequence[Completion], counters: SpecCounters | None, 
     return Decoding(
         acceptance_length=acceptance.acceptance_length,
         standard_error=acceptance.standard_error,
+        interval=acceptance.interval,
         mean_of_request_means=acceptance.mean_of_request_means,
         tokens_per_second=sum(len(done.token_ids) for done in completions) / seconds,
         steps=acceptance.steps,
@@ -146,4 +149,5 @@ def _describe(completions: Sequence[Completion], counters: SpecCounters | None, 
         repeated_8gram_share=repeated_ngram_share([done.token_ids for done in completions], n=8),
         coalesced=acceptance.coalesced,
         undrafted_steps=acceptance.undrafted_steps,
+        latency=find_latency(completions, acceptance.steps),
     )

@@ -15,6 +15,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from recipes.errors import MachineError, UserError
+from recipes.schema import Thinking
 
 Chat = Sequence[Mapping[str, str]]
 _TOKEN_PREFIX = "token_id:"  # vLLM's spelling of a token under return_tokens_as_token_ids
@@ -34,6 +35,8 @@ class SamplingRequest:
     """Of the first request; request i has seed + i."""
     logprobs: int | None = None
     """How many of the likeliest tokens are returned at each position, with their log-probabilities."""
+    thinking: Thinking = "template"
+    """What the chat template is told: `on` and `off` are its enable_thinking, `template` tells it nothing."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Completion:
     """The end-of-turn token included, where it was reached."""
     chunks: tuple[int, ...]
     """New tokens per streamed chunk: an engine step each, the first of them the prefill's single token."""
+    arrivals: tuple[float, ...]
+    """When each chunk came: seconds since its own request was sent."""
     text: str
     finish_reason: str
     top_logprobs: tuple[dict[int, float], ...] | None
@@ -89,7 +94,7 @@ async def _complete_all(
 
 
 def _body(chat: Chat, sampling: SamplingRequest, index: int) -> dict[str, Any]:
-    return {
+    body = {
         "messages": list(chat),
         "temperature": sampling.temperature,
         "max_tokens": sampling.max_tokens,
@@ -107,10 +112,13 @@ def _body(chat: Chat, sampling: SamplingRequest, index: int) -> dict[str, Any]:
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
+    if sampling.thinking != "template":
+        body["chat_template_kwargs"] = {"enable_thinking": sampling.thinking == "on"}
+    return body
 
 
 async def _complete(client: httpx.AsyncClient, body: dict[str, Any]) -> Completion:
-    answer, started = _Answer(), time.perf_counter()
+    answer = _Answer()
     try:
         async with client.stream("POST", "/v1/chat/completions", json=body) as response:
             if not response.is_success:
@@ -119,7 +127,7 @@ async def _complete(client: httpx.AsyncClient, body: dict[str, Any]) -> Completi
                 answer.take_line(line)
     except httpx.TransportError as broken:
         raise _describe_silence(client, broken) from broken
-    return answer.finish(time.perf_counter() - started)
+    return answer.finish()
 
 
 def _describe_refusal(status: int, content: bytes) -> Exception:
@@ -141,9 +149,11 @@ def _describe_silence(client: httpx.AsyncClient, broken: httpx.TransportError) -
 class _Answer:
     """A completion while it streams in."""
 
+    started: float = field(default_factory=time.perf_counter)
     prompt_token_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     chunks: list[int] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] | None = None
     finish_reason: str | None = None
@@ -170,10 +180,11 @@ class _Answer:
         if choice.get("token_ids"):
             self.token_ids += choice["token_ids"]
             self.chunks.append(len(choice["token_ids"]))
+            self.arrivals.append(time.perf_counter() - self.started)
         if choice.get("logprobs"):
             self.top_logprobs = (self.top_logprobs or []) + _read_logprobs(choice["logprobs"]["content"])
 
-    def finish(self, seconds: float) -> Completion:
+    def finish(self) -> Completion:
         if self.finish_reason is None or self.completion_tokens != len(self.token_ids):
             raise MachineError(
                 f"an answer broke off: {len(self.token_ids)} tokens arrived of {self.completion_tokens},"
@@ -183,10 +194,11 @@ class _Answer:
             prompt_token_ids=tuple(self.prompt_token_ids),
             token_ids=tuple(self.token_ids),
             chunks=tuple(self.chunks),
+            arrivals=tuple(self.arrivals),
             text="".join(self.pieces),
             finish_reason=self.finish_reason,
             top_logprobs=None if self.top_logprobs is None else tuple(self.top_logprobs),
-            seconds=seconds,
+            seconds=time.perf_counter() - self.started,
         )
 
 

@@ -14,6 +14,7 @@ from recipes.manifest import CheckpointManifest, identify_target, read_manifest
 from recipes.problems import describe_problem
 from recipes.schema import Section, Serve, Target
 from serve.adopt import Adopted, adopt
+from serve.baselines import Baseline
 from serve.checkpoint import DrafterSummary, check_checkpoint
 from serve.engine import check_budget, check_reserve
 
@@ -25,6 +26,8 @@ class Settings(Section):
 
     target: Target
     serve: Serve
+    baseline: Baseline | None = None
+    """Drafts in the place of a checkpoint; no section, and only measuring asks for one."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Plan:
     adapts: bool
     fingerprint: str | None
     """Of the target; None where the checkpoint does not say for which it was made."""
+    baseline: Baseline | None = None
 
 
 def make_plan(request: Request) -> Plan:
@@ -70,7 +74,17 @@ def make_plan(request: Request) -> Plan:
         _check_identity(ckpt, manifest, settings.target)
     drafter = _check_drafter(ckpt, settings.target) if ckpt else None
     fingerprint = manifest.target.fingerprint if manifest else None
-    return Plan(settings.target, serve, ckpt, adopted, drafter, request.budget, request.adapts, fingerprint)
+    return Plan(
+        settings.target,
+        serve,
+        ckpt,
+        adopted,
+        drafter,
+        request.budget,
+        request.adapts,
+        fingerprint,
+        settings.baseline,
+    )
 
 
 def _find_checkpoint(ckpt: Path) -> Path:

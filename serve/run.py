@@ -25,6 +25,7 @@ from serve.engine import (
     make_stock,
     read_budget,
 )
+from serve.heap import modules_stay
 from serve.lifetime import follow_parent
 from serve.plan import Plan, Request, make_plan
 from serve.ports import require_free_port
@@ -33,6 +34,8 @@ from serve.show import show_plan, show_verdict
 
 if __name__ == "__mp_main__":  # an engine process, which multiprocessing spawned from this file
     follow_parent(os.getppid())
+    with modules_stay():
+        from vllm import LLM  # noqa: F401 - what an engine process imports anyway, a little later
 
 
 def main(  # noqa: PLR0913, PLR0917 - one per option
@@ -83,6 +86,8 @@ def main(  # noqa: PLR0913, PLR0917 - one per option
     arguments = engine_arguments(
         plan.target, plan.serve, plan.ckpt, plan.budget, swappable, adapts=adapts, sleeps=admin
     )
+    if plan.baseline:
+        arguments["speculative_config"] = plan.baseline.speculative
     environment = child_environment()
     if stock:
         make_stock(arguments, environment)
@@ -91,7 +96,8 @@ def main(  # noqa: PLR0913, PLR0917 - one per option
     if admin:
         _add_capture(arguments, plan)
     # only now: vllm reads the environment when it is imported
-    from serve.openai_api import run_api_server  # noqa: PLC0415
+    with modules_stay():
+        from serve.openai_api import run_api_server  # noqa: PLC0415
 
     run_api_server(arguments, host, port, has_admin=admin)
 

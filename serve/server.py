@@ -20,6 +20,7 @@ import httpx
 from recipes.errors import MISTAKE, MachineError, UserError
 from recipes.manifest import write_json
 from recipes.schema import Serve, Target
+from serve.baselines import Baseline
 from serve.engine import CHAIN, child_environment
 from serve.plan import Settings
 from serve.ports import find_free_port
@@ -37,17 +38,23 @@ Child = subprocess.Popen[bytes]
 
 @contextmanager
 def serving(
-    target: Target, serve: Serve, ckpt: Path | None, budget: int | None, log_path: Path
+    target: Target,
+    serve: Serve,
+    ckpt: Path | None,
+    budget: int | None,
+    log_path: Path,
+    baseline: Baseline | None = None,
 ) -> Iterator[str]:
     """Yields the server's URL once it is healthy.
 
-    `budget` None drafts the chain with `ckpt`, 0 decodes plainly, more are the nodes of a tree.  Raises
-    MachineError with the log's tail if the server dies before it is healthy, and UserError when it found a
-    mistake.
+    `budget` None drafts the chain with `ckpt`, 0 decodes plainly or as `baseline` does, more are the nodes of
+    a tree.  Raises MachineError with the log's tail if the server dies before it is healthy, and UserError
+    when it found a mistake.
     """
     port = find_free_port()
     url = f"http://127.0.0.1:{port}"
-    child = _start(Settings(target=target, serve=serve), _options(ckpt, budget, port), log_path)
+    settings = Settings(target=target, serve=serve, baseline=baseline)
+    child = _start(settings, _options(ckpt, budget, port), log_path)
     patience_s = 0.0  # a starting vLLM swallows SIGTERM
     try:
         _wait_until_healthy(child, url, log_path)

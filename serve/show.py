@@ -35,6 +35,9 @@ def _target_rows(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _drafting_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    if plan.baseline is not None:
+        yield "drafter", f"vLLM's own {plan.baseline.name}, {plan.baseline.num_drafts} drafts a step"
+        return
     if plan.drafter is None or plan.ckpt is None:
         yield "drafter", "none: plain decoding"
         return

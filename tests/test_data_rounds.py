@@ -239,6 +239,20 @@ def test_after_an_interruption_only_what_is_missing_is_made(tmp_path, done):
     assert not plan.is_finished
 
 
+def test_a_pulse_thinks_as_the_measurement_does(monkeypatch):
+    told = []
+
+    class Template:
+        def render(self, messages, tools, thinking):
+            told.append(thinking)
+            return [1, 2]
+
+    monkeypatch.setattr(host, "load_chat_template", lambda target: Template())
+    recipe = tiny_recipe("rounds.count=2", "rounds.pulse_prompts=2", "eval.thinking='off'")
+    assert len(host._pulse_prompts(recipe)) == len(told) == 2
+    assert set(told) == {"off"}
+
+
 def test_a_pulse_asks_for_chain_and_trees_at_each_temperature(monkeypatch):
     recipe = tiny_recipe("rounds.count=2", "rounds.pulse_prompts=2")
     asked: list[Measurement] = []

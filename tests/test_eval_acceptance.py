@@ -1,10 +1,17 @@
 """The one definition of acceptance, and the share of looping text."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.acceptance import count_acceptance, cut_to_depth, repeated_ngram_share
+from eval.acceptance import (
+    bootstrap_interval,
+    count_acceptance,
+    count_requests,
+    cut_to_depth,
+    repeated_ngram_share,
+)
 from recipes.errors import UserError
 from serve.client import SpecCounters
 
@@ -178,3 +185,38 @@ def test_an_8gram_shared_by_two_responses_is_no_repetition():
 
 def test_the_repeated_share_is_pooled_over_tokens():
     assert repeated_ngram_share([[5] * 9, range(100, 191)]) == 9 / 100
+
+
+def draw_requests(seed, number=40):
+    """Of requests that differ in length and in how well they are drafted."""
+    generator = np.random.default_rng(seed)
+    return [
+        [1, *generator.integers(1, 2 + generator.integers(1, NUM_DRAFTS + 1), size=generator.integers(1, 30))]
+        for _ in range(number)
+    ]
+
+
+def test_an_interval_is_as_wide_as_its_standard_error_says():
+    counts = count_requests(draw_requests(seed=3))
+    low, high = bootstrap_interval(counts)
+    assert low < counts.length < high
+    assert (high - low) / (2 * 1.96 * counts.standard_error) == pytest.approx(1, abs=0.1)
+
+
+def test_an_interval_holds_the_truth_as_often_as_it_should():
+    truth = count_requests(draw_requests(seed=0, number=4000)).length
+    intervals = [bootstrap_interval(count_requests(draw_requests(seed))) for seed in range(1, 101)]
+    assert 88 <= sum(low <= truth <= high for low, high in intervals) <= 100
+
+
+def test_an_interval_is_the_same_each_time_and_leaves_out_what_took_no_step():
+    requests = draw_requests(seed=5)
+    interval = bootstrap_interval(count_requests(requests))
+    assert bootstrap_interval(count_requests([[1], *requests])) == interval
+    assert count_acceptance(requests, counters_of(requests)).interval == interval
+
+
+def test_one_request_has_no_interval_and_plain_decoding_none_to_speak_of():
+    one = [[1, 3, 4], [1]]
+    assert count_acceptance(one, counters_of(one)).interval is None
+    assert count_acceptance([[1, 1, 1]], None).interval == (1.0, 1.0)

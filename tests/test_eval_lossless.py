@@ -7,7 +7,7 @@ from serve.client import Completion
 
 
 def completion(token_ids, top_logprobs=None):
-    return Completion((1,), tuple(token_ids), (len(token_ids),), "", "stop", top_logprobs, 1.0)
+    return Completion((1,), tuple(token_ids), (len(token_ids),), (0.5,), "", "stop", top_logprobs, 1.0)
 
 
 def plain_and_chain(gap, bound=NEAR_TIE_NATS["bfloat16"]):

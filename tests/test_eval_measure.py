@@ -86,6 +86,12 @@ def tree_stub(num_nodes, odd_token=None):
     return Stub([Answer(chunks) for chunks in answers], num_nodes)
 
 
+def lookup_stub(num_drafts):
+    """Of vLLM's own drafts, one in a step is right."""
+    sizes = [[1, *[2] * 6], [1, *[2] * 4], [1, *[2] * 4]]
+    return Stub([Answer(tokens_in_chunks(each)) for each in sizes], num_drafts)
+
+
 def plain_stub():
     """Says what the chain says, but for the second prompt's token 2, which is a near-tie."""
     answers = [Answer([[token] for token in range(100, 100 + sum(sizes))]) for sizes in STEPS]
@@ -102,14 +108,18 @@ class StubServers:
 
     make_tree: Callable[[int], Stub] = tree_stub
     started: list[tuple[Path | None, int | None]] = field(default_factory=list)
+    baselines: list[str] = field(default_factory=list)
     stubs: list[Stub] = field(default_factory=list)
 
     @contextmanager
-    def serving(self, target, serve, ckpt, budget, log_path):
+    def serving(self, target, serve, ckpt, budget, log_path, baseline):
         self.started.append((ckpt, budget))
         log_path.parent.mkdir(parents=True, exist_ok=True)
         log_path.write_text("Using V2 Model Runner\n")
         others = {0: plain_stub, None: chain_stub}
+        if baseline is not None:
+            self.baselines.append(baseline.name)
+            others[0] = partial(lookup_stub, baseline.num_drafts)
         self.stubs.append(others[budget]() if budget in others else self.make_tree(budget))
         with serve_stub(self.stubs[-1]) as url:
             yield url
@@ -161,13 +171,81 @@ def test_a_tree_budget_has_trees_measured_beside_the_chain(suite, recipe, tmp_pa
         assert (tree.acceptance_length, tree.steps, tree.nodes_per_step) == (29 / 5, 5, 15.0)
         assert tree.accepted_by_depth == [1.0, 1.0, 0.8, 0.8, 0.4, 0.4, 0.4]
     assert list(report.seconds)[-4:] == ["start tree", "warm up tree", "tree, T = 0", "tree, T = 0.7"]
+    # of the first prompt and the last the first steps are shared; the first's chain is accepted whole
+    told = {"shared_steps": 2, "failed": 1, "held": 1, "short": 0, "depth_after": 2.0}
+    assert report.branching.model_dump() == told
 
 
-def test_all_three_engines_are_asked_the_same(suite, recipe, tmp_path, stub_servers):
-    measure.measure(checkpoint_job(tmp_path, suite, recipe, temperatures=[0.7], tree_budget=15))
+def test_all_engines_are_asked_the_same(suite, recipe, tmp_path, stub_servers):
+    changes = {"tree_budget": 15, "thinking": "off", "baselines": ["ngram"]}
+    measure.measure(checkpoint_job(tmp_path, suite, recipe, temperatures=[0.7], **changes))
     asked = [sorted(stub.requests, key=lambda body: body["seed"]) for stub in stub_servers.stubs]
     assert len(asked[0]) == 1 + NUM_PROMPTS  # the warm-up
-    assert asked[0] == asked[1] == asked[2]
+    assert asked[0] == asked[1] == asked[2] == asked[3]
+    assert sum("chat_template_kwargs" in body for body in asked[0]) == NUM_PROMPTS
+
+
+def test_baselines_are_measured_by_name_with_as_many_drafts_as_the_chain(
+    suite, recipe, tmp_path, stub_servers
+):
+    job = checkpoint_job(tmp_path, suite, recipe, temperatures=[0.7, 0.0], baselines=["ngram", "ngram:3"])
+    report = measure.measure(job)
+    assert stub_servers.started == [(None, 0), (job.plan.ckpt, None), (None, 0), (None, 0)]
+    assert stub_servers.baselines == ["ngram", "ngram:3"]
+    for at in report.by_temperature():
+        assert {name: len(each.accepted_by_depth) for name, each in at.baselines.items()} == {
+            "ngram": 7,
+            "ngram:3": 3,
+        }
+        assert {each.acceptance_length for each in at.baselines.values()} == {2.0}
+    assert list(report.seconds)[-2:] == ["ngram:3, T = 0.7", "ngram:3, T = 0"]
+    assert (tmp_path / "logs" / "measure-ngram-3.log").exists()
+
+
+def test_a_baseline_is_given_once_and_to_a_checkpoint(suite, recipe, tmp_path):
+    with pytest.raises(UserError, match="ngram, ngram: write each once"):
+        checkpoint_job(tmp_path, suite, recipe, baselines=["ngram", "ngram"])
+    given = {"suite": str(suite), "baselines": ["ngram"]}
+    with pytest.raises(UserError, match="--baseline needs --ckpt"):
+        make_job(options(tmp_path, url="http://127.0.0.1:9", overrides=given))
+
+
+def test_a_target_without_a_head_of_its_own_is_refused_before_anything_starts(
+    suite, recipe, tmp_path, stub_servers
+):
+    with pytest.raises(UserError, match="has no MTP head"):
+        checkpoint_job(tmp_path, suite, recipe, baselines=["mtp"])
+    assert stub_servers.started == []
+
+
+def test_memory_of_the_gpus_is_told_by_engine(suite, recipe, tmp_path, stub_servers, monkeypatch):
+    readings = iter([3.0, 40.0, 3.5, 43.5])  # before and after each
+    monkeypatch.setattr(measure, "read_used_gib", lambda: next(readings))
+    report = measure.measure(checkpoint_job(tmp_path, suite, recipe, temperatures=[0.7]))
+    assert report.gpu_gib == {"plain": 37.0, "chain": 40.0}
+
+
+def test_nothing_is_said_of_the_memory_of_a_cpu(suite, recipe, tmp_path, stub_servers):
+    report = measure.measure(checkpoint_job(tmp_path, suite, recipe, temperatures=[0.7]))
+    assert report.gpu_gib == {}
+
+
+@pytest.mark.parametrize(
+    ("flag", "mode", "sent"),
+    [
+        ("--thinking", "on", {"enable_thinking": True}),
+        ("--no-thinking", "off", {"enable_thinking": False}),
+        (None, "template", None),
+    ],
+)
+def test_thinking_is_sent_as_asked_and_told_in_the_report(flag, mode, sent, suite, tmp_path):
+    stub, out = chain_stub(), tmp_path / "report.json"
+    with serve_stub(stub) as url:
+        arguments = ["--url", url, "--suite", suite, "--out", out, "--num-prompts", NUM_PROMPTS]
+        done = run_script(*arguments, *([flag] if flag else []), "--temperature", 0)
+    assert done.returncode == 0, done.stderr
+    assert Report.model_validate_json(out.read_text()).settings.thinking == mode
+    assert [body.get("chat_template_kwargs") for body in stub.requests[1:]] == [sent] * NUM_PROMPTS
 
 
 def test_the_trees_divergences_are_told_apart_from_the_chains(suite, recipe, tmp_path, stub_servers):
@@ -239,6 +317,7 @@ def test_a_kill_in_mid_measure_leaves_no_report(suite, tmp_path):
         (["--suite", "SUITE", "--url", "http://127.0.0.1:9"], "no server answers"),
         (["--suite", "SUITE", "--url", "http://127.0.0.1:9", "--concurrency", "0"], "concurrency"),
         (["--suite", "SUITE", "--url", "http://127.0.0.1:9", "--tree-budget", "15"], "--ckpt"),
+        (["--suite", "SUITE", "--url", "http://127.0.0.1:9", "--baseline", "ngram"], "--ckpt"),
         (["--suite", "SUITE", "--url", "http://127.0.0.1:9", "--tensorboard", "tb"], "--step"),
         (["--suite", "SUITE", "--ckpt", "nowhere", "--recipe", str(TINY_RECIPE)], "nowhere"),
     ],

@@ -10,14 +10,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from eval.points import curve_points, write_curves
 from eval.report import (
     AtTemperature,
+    BranchingPart,
     Decoding,
     DivergencePart,
     DrafterPart,
     EnginePart,
     GreedyPart,
+    Latency,
     LosslessPart,
     Report,
     Settings,
+    Spread,
     TargetPart,
     TreeDecoding,
     write_report,
@@ -126,13 +129,37 @@ def tree_report(**changes):
     return report(**(fields | changes))
 
 
+def waited(step_ms):
+    return Latency(
+        first_token=Spread(p50=1234.4, p99=2345.6),
+        between_chunks=Spread(p50=step_ms, p99=4 * step_ms),
+        per_token=Spread(p50=step_ms / 2, p99=99.96),
+        step_ms=step_ms,
+    )
+
+
+def full_report():
+    """All that a report can hold since its first version."""
+    known = {"interval": (2.25, 2.75), "latency": waited(12.34)}
+    lookup = decoding(1.25, (0.2, 0.05), latency=waited(9.876), tokens_per_second=25.0)
+    shown = tree_report(
+        chain=decoding(**known),
+        baselines={"ngram": lookup, "eagle3": lookup},
+        gpu_gib={"plain": 120.04, "chain": 121.5},
+        branching=BranchingPart(shared_steps=90, failed=80, held=30, short=4, depth_after=1.5),
+        settings=SETTINGS.model_copy(update={"budget": 15, "thinking": "off"}),
+    )
+    warmer = shown.other_temperatures[0].model_copy(update={"baselines": shown.baselines})
+    return shown.model_copy(update={"other_temperatures": [warmer]})
+
+
 def printed(shown, width=100):
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
     print_report(shown, console)
     return console.export_text()
 
 
-@pytest.mark.parametrize("written", [report(), tree_report()])
+@pytest.mark.parametrize("written", [report(), tree_report(), full_report()])
 def test_a_report_survives_its_file(written, tmp_path):
     write_report(tmp_path / "report.json", written)
     text = (tmp_path / "report.json").read_text()
@@ -156,6 +183,26 @@ def test_a_tree_stands_in_the_file_as_the_chain_does(tmp_path):
     assert content["settings"]["budget"] == 15
     assert content["lossless"]["lossless"] is False
     assert content["lossless"]["tree"]["divergences"][0]["gap"] == 0.5
+
+
+def strip(content, *names):
+    """Without these fields, wherever they stand."""
+    if isinstance(content, list):
+        return [strip(each, *names) for each in content]
+    if not isinstance(content, dict):
+        return content
+    return {name: strip(value, *names) for name, value in content.items() if name not in names}
+
+
+def test_a_report_from_before_there_were_baselines_latency_and_thinking_is_read_and_shown():
+    later = ("baselines", "latency", "interval", "gpu_gib", "thinking", "branching")
+    old = strip(json.loads(tree_report().model_dump_json()), *later)
+    read = Report.model_validate_json(json.dumps(old))
+    assert read == tree_report()
+    text = printed(read)
+    for word in ("ms a", "with 95 %", "GiB", "thinking", "deep"):
+        assert word not in text
+    assert curve_points(read, simulated=None)["accept_real/tree"] == 3.0
 
 
 @pytest.mark.parametrize("change", [{"schema_version": 2}, {"acceptance": 3.0}, {"seconds": {"plain": "12"}}])
@@ -184,11 +231,36 @@ def test_the_trees_column_stands_beside_the_chains():
     assert "plain   chain    tree     plain     chain      tree" in printed(shown)
 
 
+def test_baselines_stand_beside_ours_with_their_speed_up_and_without_bars():
+    shown = full_report()
+    text = printed(shown)
+    assert "ngram" in text
+    assert text.index("eagle3") < text.index("share of steps")
+    assert "ngram" not in text[text.index("share of steps") : text.index("acceptance length with 95 %")]
+    assert text.count("1.25x") == 4
+
+
+def test_times_have_three_digits_and_a_table_of_their_own():
+    shown = report(chain=decoding(latency=waited(12.34)), other_temperatures=[])
+    assert cells(shown, "ms a step") == ["unknown", "12.3"]
+    assert cells(shown, "ms a token, p50") == ["unknown", "6.17"]
+    assert cells(shown, "ms to first token, p50") == ["unknown", "1234"]
+
+
+def test_what_is_known_beside_the_tables_is_told_in_a_line_each():
+    text = " ".join(printed(full_report(), width=200).split())
+    assert "by a bootstrap over prompts: chain 2.25 to 2.75 at T = 0" in text
+    assert "its cache included: plain 120.0, chain 121.5" in text
+    assert "trees of 15 nodes, thinking off" in text
+    assert "80 of the 90 steps at T = 0 that both began, trees hold the target's token in 37.5%" in text
+    assert "and go on 1.50 deep; their spine is too short in 5.0%" in text
+
+
 def test_an_unknown_error_is_called_unknown():
     assert cells(report(chain=decoding(standard_error=None)), "standard error") == ["unknown", "±0.12"]
 
 
-@pytest.mark.parametrize("shown", [report(), tree_report()])
+@pytest.mark.parametrize("shown", [report(), tree_report(), full_report()])
 def test_the_table_fits_eighty_columns(shown):
     narrow, wide = printed(shown, width=80), printed(shown)
     assert max(map(len, narrow.splitlines())) <= 80

@@ -115,7 +115,7 @@ def test_a_plain_engine_takes_a_step_per_token():
 def test_a_tree_is_counted_by_depth_as_a_chain_is():
     answers = [answer(3, 1, 8, 2, num_cut=3), answer(1, 1, 5)]
     chain, tree = pass_over(Stub(answers, K)).decoding, tree_pass_over(answers, num_nodes=15).decoding
-    speed = {"tokens_per_second"}
+    speed = {"tokens_per_second", "latency"}
     assert tree.model_dump(exclude={"nodes_per_step", *speed}) == chain.model_dump(exclude=speed)
     assert len(tree.accepted_by_depth) == K
 
@@ -136,6 +136,13 @@ def test_a_tree_of_few_nodes_has_every_depth_all_the_same():
 def test_speed_counts_every_generated_token():
     done = pass_over(Stub([answer(2, 3), answer(1)], K))
     assert done.decoding.tokens_per_second == pytest.approx(8 / done.seconds)
+
+
+def test_a_pass_is_clocked_chunk_by_chunk():
+    latency = pass_over(Stub([answer(2, 3), answer(4)], K, pause_s=0.02)).decoding.latency
+    assert latency.between_chunks.p50 >= 20
+    assert latency.step_ms == pytest.approx(latency.between_chunks.p50, rel=0.5)
+    assert 20 / 4 <= latency.per_token.p50 < latency.between_chunks.p50  # a chunk has 2 to 4 tokens
 
 
 def test_log_probabilities_never_slow_a_clocked_run():

@@ -154,6 +154,30 @@ def test_every_setting_that_changes_the_text_is_sent():
     assert [body["seed"] for body in server.bodies] == [40, 41]
 
 
+@pytest.mark.parametrize(
+    ("thinking", "sent"),
+    [("template", None), ("on", {"enable_thinking": True}), ("off", {"enable_thinking": False})],
+)
+def test_a_template_is_told_of_thinking_only_where_somebody_says_so(thinking, sent):
+    sampling = SamplingRequest(temperature=0.0, max_tokens=8, thinking=thinking)
+    with scripted(lambda body: whole_answer([1])) as server:
+        complete_all(server.url, [chat("a")], sampling, 1)
+    assert server.bodies[0].get("chat_template_kwargs") == sent
+
+
+def test_a_chunk_arrives_when_it_comes_and_not_when_the_answer_ends():
+    """Each is preceded by a pause, and so is the end."""
+    *events, usage, end = whole_answer([9], [8, 7], [6])
+    paused = [item for each in events for item in (0.05, each)]
+    with scripted(lambda body: [*paused, 0.3, usage, end]) as server:
+        (completion,) = complete_all(server.url, [chat("x")], GREEDY, 1)
+    first, second, third = completion.arrivals
+    assert first >= 0.1  # the role's event comes before it
+    assert second - first >= 0.04
+    assert third - second >= 0.04
+    assert completion.seconds - third >= 0.25
+
+
 @pytest.mark.parametrize(("status", "error"), [(400, UserError), (404, UserError), (500, MachineError)])
 def test_a_refusal_is_the_users_or_the_machines(status, error):
     with scripted(lambda body: status) as server, pytest.raises(error, match=f"answered {status}.*too long"):

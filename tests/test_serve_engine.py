@@ -18,6 +18,7 @@ from drafters import EMBEDDED_TARGET, REPOSITORY, tiny_recipe, write_random_draf
 from prometheus_client.parser import text_string_to_metric_families
 
 from recipes.errors import UserError
+from serve.baselines import read_baseline
 from serve.checkpoint import load_target_config
 from serve.client import Completion, SamplingRequest, complete_all, read_counters
 from serve.server import serving
@@ -57,6 +58,13 @@ def chain(log_folder, drafter) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def tree(log_folder) -> Iterator[str]:
     with serving(RECIPE.target, RECIPE.serve, REFERENCE, 15, log_folder / "tree.log") as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def lookup(log_folder) -> Iterator[str]:
+    baseline = read_baseline("ngram:5", RECIPE.target, 7)
+    with serving(RECIPE.target, RECIPE.serve, None, 0, log_folder / "lookup.log", baseline) as url:
         yield url
 
 
@@ -139,6 +147,17 @@ def test_the_chain_gives_the_plain_engines_text_up_to_near_ties(plain_completion
             assert gap_where_they_part(plain_one, chain_one) < NEAR_TIE
 
 
+def test_vllms_own_lookup_drafts_what_stood_before_and_changes_no_text(plain_completions, lookup):
+    completions = complete_all(lookup, CHATS, dataclasses.replace(GREEDY, logprobs=None), len(CHATS))
+    for plain_one, lookup_one in zip(plain_completions, completions, strict=True):
+        if plain_one.token_ids != lookup_one.token_ids:
+            assert gap_where_they_part(plain_one, lookup_one) < NEAR_TIE
+    counters = read_counters(lookup)
+    assert len(counters.accepted_per_position) == 5
+    assert counters.accepted_tokens > 0
+    assert any(size > 1 for completion in completions for size in completion.chunks)
+
+
 def gap_where_they_part(plain_one: Completion, chain_one: Completion) -> float:
     pairs = zip(plain_one.token_ids, chain_one.token_ids, strict=False)
     position = next(i for i, (a, b) in enumerate(pairs) if a != b)
@@ -190,14 +209,14 @@ def test_no_engine_outlives_the_command_that_started_it(tmp_path):
 
 
 def wait_for_engine(parent: psutil.Process) -> list[psutil.Process]:
-    """The server and whatever it has started by the time that the engine's worker runs."""
+    """The server and whatever it has started by the time that its engine runs."""
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         family = parent.children(recursive=True)
-        if any(process.name().startswith("VLLM::Worker") for process in family):
+        if any(process.name().startswith("VLLM::Engine") for process in family):
             return family
         time.sleep(0.2)
-    raise AssertionError("no engine worker within five minutes")
+    raise AssertionError("no engine within five minutes")
 
 
 @pytest.mark.parametrize("served", ["plain", "chain", "tree"])

@@ -22,6 +22,7 @@ from recipes.load import check_against_target, load_recipe, write_resolved
 from recipes.manifest import ShardManifest, read_manifest
 from recipes.plan import check_plan
 from recipes.schema import Recipe
+from serve.baselines import read_baselines
 from serve.engine import child_environment
 from train.card import add_measurement
 from train.loop import Distillation, Distilled, check_split, drafter_config
@@ -95,6 +96,7 @@ def check(arguments: argparse.Namespace, ranks: Ranks) -> None:
     check_split(recipe, ranks.world_size)
     check_init(recipe)
     check_companion(recipe)
+    read_baselines(recipe.eval.baselines, recipe.target, recipe.drafter.block_size - 1)
     check_devices(recipe.rounds, ranks.gpus_here)
     check_plan(arguments.recipe, recipe)
 

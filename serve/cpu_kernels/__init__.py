@@ -4,10 +4,16 @@ The interpreter runs a kernel's program instances one by one in Python: a decode
 4.5 s there.  A stand-in does a whole grid in a few NumPy calls, with the kernel's results bit for bit.
 """
 
-from serve.cpu_kernels import batch, drafting, sampling, selecting
+from serve.cpu_kernels import batch, drafting, looking_up, sampling, selecting
 from serve.cpu_kernels.launch import install
 
-STAND_INS = [*batch.STAND_INS, *sampling.STAND_INS, *drafting.STAND_INS, *selecting.STAND_INS]
+STAND_INS = [
+    *batch.STAND_INS,
+    *sampling.STAND_INS,
+    *drafting.STAND_INS,
+    *selecting.STAND_INS,
+    *looking_up.STAND_INS,
+]
 
 
 def install_cpu_kernels() -> None:
