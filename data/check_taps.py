@@ -22,6 +22,8 @@ class NamedSequence:
 
     name: str
     sequence: shards.Sequence
+    source: str = ""
+    """The name of where its prompt comes from."""
 
 
 def check_taps(

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Message = Mapping[str, Any]
@@ -22,6 +22,8 @@ class Conversation:
     """Schemas, as a chat template takes them."""
     source: str = ""
     """The name of where it comes from."""
+    place: str = field(default="", compare=False)
+    """Where it stands there: "line 3"."""
 
 
 def make_conversation(

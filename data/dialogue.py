@@ -93,7 +93,7 @@ class Dialogue:
         token_ids = torch.tensor(joined.token_ids, dtype=torch.int32)
         sequence = shards.Sequence(token_ids, joined.loss_mask(), answer.hidden)
         name = f"{self.prompt.id}-{joined.first}" if joined.first else self.prompt.id
-        return Kept(NamedSequence(name, sequence), count_accepted(answer))
+        return Kept(NamedSequence(name, sequence, self.prompt.source), count_accepted(answer))
 
 
 def draw_seed(prompt: Rendered, number: int) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from data.answer_bar import answer_bar
 from data.engines import Advanced, Engine, Work, running_engines, share_out
-from data.rounds import share_shards, write_round
+from data.rounds import read_round, share_shards, write_round
 from data.shard_maker import Made
 from data.shard_plan import ShardPlan, count_without
 from data.shards import shard_name
@@ -56,9 +56,10 @@ def fill_shards(plan: ShardPlan) -> Tally:
                 make_shards(plan, engines, missing, tally)
         finally:
             shutil.rmtree(plan.spool, ignore_errors=True)  # on a full disk it is in the way
-    plan.finish()
-    if missing and plan.recipe.rounds.count == 1:
-        write_round(plan.recipe.output_dir, report_round(plan, 0, tally, num_made=len(missing)))
+    output_dir = plan.recipe.output_dir
+    if plan.recipe.rounds.count == 1 and (missing or read_round(output_dir, 0) is None):
+        write_round(output_dir, report_round(plan, 0, tally, num_made=len(missing)))
+    plan.finish()  # at last: from then on nobody asks for the report
     return tally
 
 

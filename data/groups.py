@@ -11,6 +11,7 @@ from typing import Any
 from data.conversations import Conversation
 from data.prompts import Prompt
 from data.render import ChatTemplate
+from data.shapes import RowError
 from data.turns import find_turns
 from recipes.errors import UserError
 from recipes.schema import Data, Thinking
@@ -30,6 +31,8 @@ class Rendered:
     thinking: Thinking = "template"
     further_tokens: int = 0
     """The most that the prompts of further turns have."""
+    source: str = ""
+    """The name of where it comes from."""
 
     @property
     def seed(self) -> int:
@@ -42,7 +45,8 @@ class Rendered:
 
     def most_tokens(self, data: Data) -> int:
         """Of its sequences, where none goes on in another."""
-        return len(self.token_ids) + self.further_tokens + self.num_turns * data.sampling.max_tokens
+        emitted = self.num_turns * data.sampling_of(self.source).max_tokens
+        return len(self.token_ids) + self.further_tokens + emitted
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,13 @@ class Begun:
     """Conversations up to their first turn."""
 
     prompts: list[Rendered]
-    left_out: Counter[str]
-    """Reason -> conversations that have no such turn."""
+    refused: list[tuple[Conversation, RowError]]
+    """Those that have no such turn, and why."""
+
+    @property
+    def left_out(self) -> Counter[str]:
+        """Reason -> conversations."""
+        return Counter(why.reason for _, why in self.refused)
 
 
 def render(prompts: Iterable[Prompt], tokenizer: Any) -> list[Rendered]:
@@ -62,16 +71,16 @@ def render(prompts: Iterable[Prompt], tokenizer: Any) -> list[Rendered]:
 
 def begin(conversations: Iterable[Conversation], template: ChatTemplate, data: Data) -> Begun:
     """In order; the target answers every turn that `find_turns` finds."""
-    begun = Begun([], Counter())
+    begun = Begun([], [])
     for conversation in conversations:
         turns = tuple(find_turns(conversation))
         if not turns:
-            begun.left_out["nothing_to_answer"] += 1
+            begun.refused.append((conversation, RowError("nothing_to_answer", "nobody asks the target")))
             continue
         try:
             begun.prompts.append(_begin_one(conversation, turns, template, data))
-        except UserError:
-            begun.left_out["refused_by_template"] += 1
+        except UserError as refusal:
+            begun.refused.append((conversation, RowError("refused_by_template", str(refusal))))
     return begun
 
 
@@ -79,16 +88,18 @@ def _begin_one(
     conversation: Conversation, turns: tuple[int, ...], template: ChatTemplate, data: Data
 ) -> Rendered:
     """Raises UserError where the template refuses it."""
-    thinking = data.choose_thinking(conversation.id)
+    source = conversation.source
+    thinking = data.choose_thinking(conversation.id, source)
     first, *further = [
         template.render(conversation.messages[:turn], conversation.tools, thinking) for turn in turns
     ]
     if not further:
-        return Rendered(conversation.id, first)
+        return Rendered(conversation.id, first, source=source)
     # the target's answers may be longer than the given ones, but no prompt is longer than is allowed
-    lengths = [len(ids) + number * data.sampling.max_tokens for number, ids in enumerate(further, start=1)]
+    max_tokens = data.sampling_of(source).max_tokens
+    lengths = [len(ids) + number * max_tokens for number, ids in enumerate(further, start=1)]
     most = sum(min(length, data.max_prompt_tokens) for length in lengths)
-    return Rendered(conversation.id, first, conversation, turns, thinking, most)
+    return Rendered(conversation.id, first, conversation, turns, thinking, most, source)
 
 
 def group_by_shard(prompts: Sequence[Rendered], data: Data) -> list[list[Rendered]]:

@@ -37,13 +37,13 @@ def _rows(plan: ShardPlan, tally: Tally) -> dict[str, str]:
         "sequences": f"{sum(entry.sequences for entry in manifest.shards)} in {len(manifest.shards)} shards",
         "tokens": f"{sum(entry.tokens for entry in manifest.shards)}",
         "supervised": f"{supervised_share(manifest):.1%}",
-        "dropped": _counts(manifest.dropped),
+        "dropped": describe_counts(manifest.dropped),
     }
     if cut := count_cut(manifest):
-        rows["ended early"] = _counts(cut)
+        rows["ended early"] = describe_counts(cut)
     if not plan.missing:
         return rows | {"this run": "nothing to do, every shard is there"}
-    rows["ends, this run"] = _counts(tally.finish_reasons)
+    rows["ends, this run"] = describe_counts(tally.finish_reasons)
     engines = min(plan.recipe.data.engines, len(plan.missing))
     rows["tokens/s, this run"] = f"{tally.emitted_tokens / tally.engine_seconds * engines:.0f}"
     if tally.least_cosines:
@@ -58,5 +58,6 @@ def count_cut(manifest: ShardManifest) -> Counter[str]:
     return sum((Counter(entry.cut) for entry in manifest.shards), Counter[str]())
 
 
-def _counts(counts: Mapping[str, int]) -> str:
+def describe_counts(counts: Mapping[str, int]) -> str:
+    """In one line, without what did not happen."""
     return ", ".join(f"{name} {count}" for name, count in counts.items() if count) or "none"

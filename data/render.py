@@ -19,6 +19,16 @@ from recipes.load import resolve_model
 from recipes.schema import Target, Thinking
 
 Tools = Sequence[Mapping[str, Any]]
+_REFUSALS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What a template raises, or runs into; our own part of the rendering is done before it."""
 _TOOL_FIELDS = ("name", "description", "parameters")
 _RARE_TOOL_FIELDS = ("strict", "defer_loading")
 _UNREAD_HEADER = "x-anthropic-billing-header"  # a line of a client's, which the endpoint takes out
@@ -78,8 +88,10 @@ class ChatTemplate:
                 **told,
                 **options,
             )
-        except (TemplateError, TypeError, ValueError) as refusal:
-            raise UserError(f"the chat template refuses these messages: {refusal}") from refusal
+        except _REFUSALS as refusal:
+            kind = "" if isinstance(refusal, TemplateError) else f"{type(refusal).__name__}: "
+            why = kind + " ".join(str(refusal).split())
+            raise UserError(f"the chat template refuses these messages: {why:.200}") from refusal
 
 
 def load_chat_template(target: Target) -> ChatTemplate:

@@ -38,9 +38,11 @@ def read_round(output_dir: Path, number: int) -> RoundManifest | None:
 
 
 def write_round(output_dir: Path, report: RoundManifest) -> None:
-    """Says that a round's shards are all there."""
+    """Says that a round's shards are all there; removes what was left when one was killed at it."""
     path = round_path(output_dir, report.round)
     path.parent.mkdir(exist_ok=True)
+    for leftover in path.parent.glob(f".{path.name}.*.tmp"):
+        leftover.unlink()
     write_json(path, report)
 
 

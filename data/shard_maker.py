@@ -135,7 +135,8 @@ class ShardMaker:
         if self._recipe.data.final_states:
             sequences = [part_final(each, len(self._recipe.drafter.target_layer_ids)) for each in sequences]
         prompt_ids = [each.name for each in shard.sequences]
-        entry = write_shard_file(self._folder, shard.number, sequences, prompt_ids)
+        sources = [each.source for each in shard.sequences]
+        entry = write_shard_file(self._folder, shard.number, sequences, prompt_ids, sources)
         entry = entry.model_copy(update=asdict(shard.losses))
         return shard.made(entry=entry, least_cosines=merge_least(shard.again, with_target))
 
@@ -155,8 +156,8 @@ class ShardMaker:
         return found
 
     def _answer(self, asking: Sequence[Dialogue]) -> list[Answer]:
-        """One event of each, in their order; those of one temperature at a time."""
-        samplings = [self._recipe.data.sampling.choose(dialogue.prompt.seed) for dialogue in asking]
+        """One event of each, in their order; those of the same sampling at a time."""
+        samplings = [self._choose_sampling(dialogue.prompt) for dialogue in asking]
         answers: dict[int, Answer] = {}
         for sampling in dict.fromkeys(samplings):
             alike = [number for number, chosen in enumerate(samplings) if chosen == sampling]
@@ -164,6 +165,9 @@ class ShardMaker:
             found = self._engine.answer(requests, sampling, self._on_step)
             answers |= zip(alike, found, strict=True)
         return [answers[number] for number in range(len(asking))]
+
+    def _choose_sampling(self, prompt: Rendered) -> Sampling:
+        return self._recipe.data.sampling_of(prompt.source).choose(prompt.seed)
 
 
 def count_losses(dialogues: Sequence[Dialogue]) -> Losses:

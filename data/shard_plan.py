@@ -5,18 +5,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from data.groups import Begun, Rendered, begin, group_by_shard
 from data.mixture import load_conversations
 from data.render import ChatTemplate, load_chat_template
 from data.rounds import share_shards
 from data.shards import MANIFEST_NAME, SPOOL_NAME, ShardWriter, check_file, shard_name
-from data.skips import Skips, count_skips
+from data.skips import Skips, count_skips, describe_skips
 from recipes.errors import UserError
 from recipes.footprint import SEQUENCE_BYTES
 from recipes.job import captured_bytes
 from recipes.manifest import ShardEntry, ShardManifest, identify_target, provenance, read_manifest
-from recipes.schema import Data, Recipe, Rounds
+from recipes.schema import Data, Recipe, Rounds, Source
 
 _WITHOUT_EFFECT = (
     "check_sequences",
@@ -43,7 +44,7 @@ class ShardPlan:
     left_out: Mapping[str, int] = field(default_factory=dict)
     """Reason -> conversations in which there is no turn to answer."""
     skips: Sequence[Skips] = ()
-    """What the sources of its prompts left out."""
+    """What the sources of its prompts left out, these conversations among them."""
 
     @property
     def spool(self) -> Path:
@@ -65,7 +66,6 @@ class ShardPlan:
         return {
             "prompt_too_long": self.num_prompts - planned - sum(self.left_out.values()),
             **count_without(planned, self.writer.manifest.shards),
-            **self.left_out,
             **count_skips(self.skips),
         }
 
@@ -89,7 +89,8 @@ def make_plan(recipe: Recipe) -> ShardPlan:
     _check_thinking(recipe, template)
     loaded = load_conversations(recipe.data)
     begun = begin(loaded.conversations, template, recipe.data)
-    groups = group_by_shard(_find_short(begun, recipe.data), recipe.data)
+    tell_refused(begun, loaded.skips)
+    groups = group_by_shard(_find_short(begun, recipe.data, describe_skips(loaded.skips)), recipe.data)
     check_room(recipe, groups, writer.manifest.hidden_size)
     missing = _find_missing(groups, writer)
     found = len(loaded.conversations)
@@ -99,19 +100,28 @@ def make_plan(recipe: Recipe) -> ShardPlan:
 
 
 def _check_thinking(recipe: Recipe, template: ChatTemplate) -> None:
-    asked = [mode for mode in recipe.data.thinking if mode != "template"]
-    if asked and not template.source().has_thinking_switch:
-        raise UserError(
-            f"data.thinking {' and '.join(asked)}: the chat template of {recipe.target.model} has no"
-            " enable_thinking; write template"
-        )
+    given = [] if isinstance(recipe.data.prompts, str) else recipe.data.prompts
+    of_sources = {f"data.prompts[{number}].thinking": each.thinking for number, each in enumerate(given)}
+    for name, modes in {"data.thinking": recipe.data.thinking, **of_sources}.items():
+        asked = [mode for mode in modes or () if mode != "template"]
+        if asked and not template.source().has_thinking_switch:
+            raise UserError(
+                f"{name} {' and '.join(asked)}: the chat template of {recipe.target.model} has no"
+                " enable_thinking; write template"
+            )
 
 
-def _find_short(begun: Begun, data: Data) -> list[Rendered]:
-    """Raises UserError where there is none."""
+def tell_refused(begun: Begun, skips: Sequence[Skips]) -> None:
+    """To the skips of their sources."""
+    of_sources = {each.source: each for each in skips}
+    for conversation, why in begun.refused:
+        of_sources[conversation.source].add(conversation.place, why)
+
+
+def _find_short(begun: Begun, data: Data, described: str) -> list[Rendered]:
+    """Raises UserError where there is none; `described` are those that were left out."""
     if not begun.prompts:
-        reasons = ", ".join(f"{reason} {count}" for reason, count in begun.left_out.items())
-        raise UserError(f"data.prompts {data.named_prompts}: no conversation can be answered: {reasons}")
+        raise UserError(f"data.prompts {data.named_prompts}: no conversation can be answered\n{described}")
     short = [prompt for prompt in begun.prompts if len(prompt.token_ids) <= data.max_prompt_tokens]
     if not short:
         raise UserError(
@@ -194,15 +204,22 @@ def _refuse_other(path: Path, found: ShardManifest, wanted: ShardManifest) -> No
         earlier = found.recipe.get("rounds", Rounds().model_dump())
         pairs[f"rounds.{name}"] = (earlier[name], wanted.recipe["rounds"][name])
     defaults = Data(prompts="", num_prompts=1).model_dump(mode="json")  # of shards older than a setting
+    earlier_data = found.recipe["data"] | {"prompts": _complete_sources(found.recipe["data"]["prompts"])}
     for name, value in wanted.recipe["data"].items():
         if name not in _WITHOUT_EFFECT:
-            pairs[f"data.{name}"] = (found.recipe["data"].get(name, defaults[name]), value)
+            pairs[f"data.{name}"] = (earlier_data.get(name, defaults[name]), value)
     differences = [
         f"{name}: found {old}, the recipe says {new}" for name, (old, new) in pairs.items() if old != new
     ]
     if differences:
         remedy = f"remove {path.parent}, or name another output_dir"
         raise UserError("\n  ".join([f"{path}: these shards are of another making; {remedy}", *differences]))
+
+
+def _complete_sources(prompts: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """With the defaults of settings that are newer than these."""
+    defaults = Source(builtin="").model_dump(mode="json")
+    return prompts if isinstance(prompts, str) else [defaults | source for source in prompts]
 
 
 def _describe_target(manifest: ShardManifest) -> str:

@@ -9,6 +9,7 @@ names it; whatever else lies in the folder is the rest of an interrupted run.
 import hashlib
 import json
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -18,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from recipes.errors import UserError
-from recipes.manifest import ShardEntry, ShardManifest, read_manifest, write_json
+from recipes.manifest import ShardEntry, ShardManifest, SourceCount, read_manifest, write_json
 from serve.tensor_file import TEMPORARY_SUFFIX, TensorParts, write_tensors
 
 MANIFEST_NAME = "manifest.json"
+_REMEDY = "remove this file and run data/regenerate.py on its recipe again, which makes it anew"
 SPOOL_NAME = "spool"
 """Where states are on their way into a shard, below its folder; gone when a run ends."""
 
@@ -41,6 +43,19 @@ class Sequence:
     """[L - 1, W]: row j is the tapped state of token j; the last token's may never have been computed."""
     final: torch.Tensor | None = None
     """[L - 1, hidden size]: what the target's head reads at token j; None where nobody captured or asked."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A sequence without its states."""
+
+    name: str
+    source: str
+    """The name of where its prompt comes from; "" in the shards of earlier versions."""
+    token_ids: torch.Tensor
+    """[L] int32"""
+    loss_mask: torch.Tensor
+    """[L] bool, as a Sequence's."""
 
 
 def shard_name(number: int) -> str:
@@ -87,11 +102,18 @@ class ShardWriter:
 
 
 def write_shard_file(
-    directory: Path, number: int, sequences: Many[Sequence], prompt_ids: Many[str]
+    directory: Path, number: int, sequences: Many[Sequence], prompt_ids: Many[str], sources: Many[str] = ()
 ) -> ShardEntry:
-    """Writes or replaces shard `number`'s file.  Raises OSError if the disk is full; no other changes."""
+    """Writes or replaces shard `number`'s file.  Raises OSError if the disk is full; no other changes.
+
+    sources: the name of each sequence's; none, or none but "", where nobody knows them.
+    """
     name, digest = shard_name(number), hashlib.sha256()
     metadata = {"prompt_ids": json.dumps(prompt_ids)}
+    counts = _count_sources(sequences, sources) if any(sources) else {}
+    if len(counts) > 1:  # by number: a name may be a path, and the same shard has the same bytes anywhere
+        numbers = {source: number for number, source in enumerate(counts)}
+        metadata["sources"] = json.dumps([numbers[source] for source in sources])
     write_tensors(directory / name, _tensors(sequences), metadata, digest=digest)
     return ShardEntry(
         file=name,
@@ -99,7 +121,20 @@ def write_shard_file(
         sequences=len(sequences),
         tokens=sum(len(each.token_ids) for each in sequences),
         supervised_tokens=sum(int(each.loss_mask.sum()) for each in sequences),
+        sources=counts,
     )
+
+
+def _count_sources(sequences: Many[Sequence], sources: Many[str]) -> dict[str, SourceCount]:
+    """In the order in which they first come."""
+    counted, tokens, supervised = Counter(sources), Counter[str](), Counter[str]()
+    for each, source in zip(sequences, sources, strict=True):
+        tokens[source] += len(each.token_ids)
+        supervised[source] += int(each.loss_mask.sum())
+    return {
+        source: SourceCount(sequences=count, tokens=tokens[source], supervised_tokens=supervised[source])
+        for source, count in counted.items()
+    }
 
 
 def _tensors(sequences: Many[Sequence]) -> dict[str, TensorParts]:
@@ -139,8 +174,27 @@ class Shard:
         """Of each sequence's tokens, then the last's end; the states of sequence i start at starts[i] - i."""
         return [0, *accumulate(self._file.get_tensor("lengths").tolist())]
 
+    def read_texts(self, sources: Many[str]) -> Iterator[Text]:
+        """Of every sequence, in order; no states are read.  Raises UserError for a file that is not whole.
+
+        sources: the names in the shard's `ShardEntry`, in their order.
+        """
+        try:
+            metadata = self._file.metadata()
+            token_ids, loss_masks = (self._split(name) for name in ("token_ids", "loss_mask"))
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{self.path}: cannot read this shard ({error}); {_REMEDY}") from error
+        names: list[str] = json.loads(metadata["prompt_ids"])
+        numbers: list[int] = json.loads(metadata.get("sources", "null")) or [0] * len(names)
+        of_each = [(sources or [""])[number] for number in numbers]
+        yield from map(Text, names, of_each, token_ids, loss_masks)
+
     def read_loss_masks(self) -> Iterator[torch.Tensor]:
-        yield from self._file.get_tensor("loss_mask").tensor_split(self._starts[1:-1])
+        yield from self._split("loss_mask")
+
+    def _split(self, name: str) -> tuple[torch.Tensor, ...]:
+        """What there is of each token, by sequence."""
+        return self._file.get_tensor(name).tensor_split(self._starts[1:-1])
 
     def read_sequence(self, index: int) -> Sequence:
         start, end = self._starts[index], self._starts[index + 1]
@@ -206,10 +260,7 @@ def check_file(directory: Path, entry: ShardEntry) -> None:
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != entry.sha256:
-        raise UserError(
-            f"{path}: truncated or altered since it was written; remove this file and run data/regenerate.py"
-            " on its recipe again, which makes it anew"
-        )
+        raise UserError(f"{path}: truncated or altered since it was written; {_REMEDY}")
 
 
 def supervised_share(manifest: ShardManifest) -> float:

@@ -62,6 +62,14 @@ class Manifest(Record):
     """As `provenance()` gives it."""
 
 
+class SourceCount(Record):
+    """What a shard has of one source of prompts."""
+
+    sequences: Count
+    tokens: Count
+    supervised_tokens: Count
+
+
 class ShardEntry(Record):
     """One file of training sequences."""
 
@@ -79,6 +87,8 @@ class ShardEntry(Record):
     """Reason -> conversations left out for another one; those with an empty answer are in no count."""
     cut: dict[str, Count] = {}
     """Reason -> conversations that have a sequence, but end before their last turn."""
+    sources: dict[str, SourceCount] = {}
+    """By the name that the recipe has for a source; empty in the manifests of earlier versions."""
     round: Count = 0
     """Of the loop, in which it was made."""
     is_consumed: bool = False

@@ -29,6 +29,7 @@ Thinking = Literal["template", "on", "off"]
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Mass = Annotated[float, Field(gt=0, le=1)]
 Temperature = Annotated[float, Field(ge=0)]
 Role = Literal["system", "user", "assistant", "tool"]
 Column = Literal[
@@ -142,7 +143,7 @@ class Drafter(Section):
 class SamplingBounds(Section):
     """vLLM's sampling settings for one kind of generation, all but the temperature."""
 
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Mass = 1.0
     top_k: Natural = 0
     """0 keeps the whole vocabulary."""
     max_tokens: Positive = 256
@@ -165,6 +166,27 @@ class DataSampling(SamplingBounds):
         """For the prompt whose answer has this seed: the same one at any time."""
         fields = self.model_dump() | {"temperature": self.temperature[seed % len(self.temperature)]}
         return Sampling.model_validate(fields)
+
+
+class SourceSampling(Section):
+    """Of one source's prompts; None: as in data.sampling."""
+
+    temperature: Temperatures | None = None
+    """As there."""
+    top_p: Mass | None = None
+    top_k: Natural | None = None
+    max_tokens: Positive | None = None
+    """No more than there, which is what sequences and batches are planned for."""
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "SourceSampling":
+        if not self.model_dump(exclude_none=True):
+            raise ValueError(f"expected one of {', '.join(SourceSampling.model_fields)} at least, found none")
+        return self
+
+    def put_over(self, general: DataSampling) -> DataSampling:
+        """What is said here, and for the rest what is said for all."""
+        return DataSampling.model_validate(general.model_dump() | self.model_dump(exclude_none=True))
 
 
 class Filters(Section):
@@ -211,6 +233,10 @@ class Source(Section):
     filters: Filters = Filters()
     keep_whole_rows: bool = False
     """A file that breaks off gives the rows before the place, instead of being refused."""
+    sampling: SourceSampling | None = None
+    """Of its prompts' answers, where it differs from data.sampling."""
+    thinking: ThinkingModes | None = None
+    """What the chat template is told for its prompts; None: as in data.thinking."""
 
     @model_validator(mode="after")
     def _is_one_place(self) -> "Source":
@@ -290,11 +316,56 @@ class Data(Section):
         given = self.prompts
         return given if isinstance(given, str) else ", ".join(source.label for source in given)
 
-    def choose_thinking(self, conversation_id: str) -> Thinking:
-        """For the conversation of this id: the same one at any time."""
-        modes = sorted(self.thinking)  # weights in another order are the same weights
+    def sampling_of(self, source: str) -> DataSampling:
+        """Of the prompts from the source of this name, known or not."""
+        found = self._find_source(source)
+        own = None if found is None else found.sampling
+        return self.sampling if own is None else own.put_over(self.sampling)
+
+    def thinking_of(self, source: str) -> dict[Thinking, float]:
+        """As sampling_of."""
+        found = self._find_source(source)
+        return self.thinking if found is None or found.thinking is None else found.thinking
+
+    def choose_thinking(self, conversation_id: str, source: str = "") -> Thinking:
+        """For the conversation of this id, from this source: the same one at any time."""
+        weights = self.thinking_of(source)
+        modes = sorted(weights)  # weights in another order are the same weights
         draws = random.Random(hashlib.sha256(conversation_id.encode()).digest())
-        return draws.choices(modes, [self.thinking[mode] for mode in modes])[0]
+        return draws.choices(modes, [weights[mode] for mode in modes])[0]
+
+    def _find_source(self, name: str) -> Source | None:
+        given = [] if isinstance(self.prompts, str) else self.prompts
+        return next((source for source in given if source.label == name), None)
+
+    @model_validator(mode="after")
+    def _sources_fit(self) -> "Data":
+        given = [] if isinstance(self.prompts, str) else self.prompts
+        for number, source in enumerate(given):
+            first = self._find_source(source.label)
+            assert first is not None, source.label
+            if (first.sampling, first.thinking) != (source.sampling, source.thinking):
+                raise ValueError(
+                    f"prompts[{number}] is called {source.label} as one before it, whose sampling or thinking"
+                    " is another: write a name for each"
+                )
+            if source.sampling is not None:
+                self._check_sampling(f"prompts[{number}].sampling", source.sampling)
+        return self
+
+    def _check_sampling(self, name: str, own: SourceSampling) -> None:
+        most = self.sampling.max_tokens
+        if own.max_tokens is not None and own.max_tokens > most:
+            raise ValueError(
+                f"{name}.max_tokens is {own.max_tokens}, data.sampling.max_tokens is {most}: raise the"
+                " latter, which is the most of any source"
+            )
+        idle = [field for field in ("top_p", "top_k") if getattr(own, field) is not None]
+        if idle and not any(own.put_over(self.sampling).temperature):
+            raise ValueError(
+                f"{name}.{idle[0]} changes nothing at temperature 0: write {name}.temperature, or leave it"
+                " out"
+            )
 
 
 class Optimizer(Section):
@@ -378,7 +449,7 @@ class PairwiseSettings(Section):
 
     rank: Positive = 64
     """Of the term that two tokens share."""
-    candidates: Positive = 16
+    candidates: Annotated[int, Field(ge=1, le=256)] = 16
     """Of a slot, the drafter's best: those that scores are for; all other tokens share one. Trees are
     simulated with as many."""
     optimizer: PairwiseOptimizer = PairwiseOptimizer()
@@ -564,6 +635,8 @@ class Eval(Section):
 
     suite: str
     """A name as `data.prompts` takes it, or `data:heldout`; held-out prompts, never the training ones."""
+    thinking: Thinking = "template"
+    """What the chat template is told for every prompt, as a mode of data.thinking."""
     num_prompts: Positive = 32
     max_tokens: Positive = 64
     temperatures: list[Annotated[float, Field(ge=0)]] = [0.0, 0.7]
@@ -572,6 +645,9 @@ class Eval(Section):
     seed: int = 0
     tree_budget: Annotated[int, Field(ge=0, le=63)] = 0
     """Nodes of the draft trees that are measured too; 0: none."""
+    baselines: list[str] = []
+    """vLLM's own ways of drafting that are measured too: `ngram`, `mtp`, `eagle3=CHECKPOINT`; as many drafts
+    a step as the chain has, or K with `ngram:K`."""
 
 
 class Hardware(Section):

@@ -1,7 +1,9 @@
 """data/dialogue.py and data/shard_maker.py: conversations of several turns, answered by a scripted engine."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +20,7 @@ from data.render import ChatTemplate, load_chat_template
 from data.shard_maker import Made, ShardMaker
 from data.shard_plan import ShardPlan, count_without
 from data.shards import Shard
+from data.skips import Skips
 from recipes.schema import Data, DataSampling, Sampling, Target
 from serve.generation import Answer, Request
 from tests.drafters import tiny_recipe
@@ -52,12 +55,12 @@ class Script:
         self.empty: set[str] = set()
         self.calls: list[list[tuple[str, int]]] = []
         """Of each call, what was asked last and the seed."""
-        self.temperatures: list[float] = []
+        self.samplings: list[Sampling] = []
 
     def answer(self, requests: Sequence[Request], sampling: Sampling, *_: object) -> list[Answer]:
         asked = [self._read_last(request) for request in requests]
         self.calls.append([(text, request.seed) for text, request in zip(asked, requests, strict=True)])
-        self.temperatures.append(sampling.temperature)
+        self.samplings.append(sampling)
         return [self._answer(request, text) for request, text in zip(requests, asked, strict=True)]
 
     def _read_last(self, request: Request) -> str:
@@ -153,10 +156,9 @@ def test_seeds_differ_by_event_and_conversation_and_the_first_is_that_of_a_singl
 def test_a_conversation_keeps_its_temperature_over_its_turns(play):
     conversations = [talk(f"a{number}", f"b{number}") for number in range(8)]
     _, engine, found = play(conversations, "data.sampling.temperature=[0, 0.7]")
-    assert engine.temperatures == [engine.temperatures[0], 0.7 - engine.temperatures[0]] * 2
-    of_text = {
-        text[1]: at for at, call in zip(engine.temperatures, engine.calls, strict=True) for text, _ in call
-    }
+    temperatures = [sampling.temperature for sampling in engine.samplings]
+    assert temperatures == [temperatures[0], 0.7 - temperatures[0]] * 2
+    of_text = {text[1]: at for at, call in zip(temperatures, engine.calls, strict=True) for text, _ in call}
     first, second = engine.calls[:2], engine.calls[2:]
     assert [[text[1] for text, _ in call] for call in first] == [
         [text[1] for text, _ in call] for call in second
@@ -177,6 +179,45 @@ def test_stripped_reasoning_gives_a_sequence_of_its_own_to_each_event(play):
     assert "why" not in found[1][1]
     assert (made.entry.sequences, made.entry.further) == (3, 1)
     assert count_without(2, [made.entry]) == {"empty_answer": 0, "incomplete": 0}
+
+
+# Sources
+
+
+MIXED = [
+    {"path": "a.jsonl", "name": "warm", "sampling": {"temperature": 0.7, "max_tokens": 9}, "thinking": "on"},
+    {"path": "b.jsonl", "name": "plain"},
+]
+
+
+def from_source(name: str, *conversations: Conversation) -> list[Conversation]:
+    return [replace(conversation, source=name) for conversation in conversations]
+
+
+def test_each_source_is_sampled_in_its_own_way_and_counted_by_its_name(play, tmp_path):
+    conversations = [
+        *from_source("plain", talk("a", "b")),
+        *from_source("warm", talk("c"), talk("d", "e")),
+        *from_source("plain", talk("f")),
+    ]
+    settings = [f"data.prompts={json.dumps(MIXED)}", "data.sampling.max_tokens=11"]
+    made, engine, found = play(conversations, *settings, name="inserting", says={"d": "r</think>d"})
+    asked = [
+        (sampling.temperature, sampling.max_tokens, [text for text, _ in call])
+        for sampling, call in zip(engine.samplings, engine.calls, strict=True)
+    ]
+    assert asked == [(0, 11, ["a", "f"]), (0.7, 9, ["c", "d"]), (0, 11, ["b"]), (0.7, 9, ["e"])]
+    texts = list(Shard(tmp_path / made.entry.file).read_texts(list(made.entry.sources)))
+    sources = [each.source for each in texts]
+    of_ids = {each.id: each.source for each in conversations}
+    assert sources == [of_ids[name.partition("-")[0]] for name, *_ in found]
+    assert sources == [("warm" if "<think>\n" in text else "plain") for _, text, _ in found]
+    counts = {name: count.sequences for name, count in made.entry.sources.items()}
+    assert counts == Counter(sources)
+    for name, count in made.entry.sources.items():
+        read = [each for each in texts if each.source == name]
+        assert count.tokens == sum(len(each.token_ids) for each in read)
+        assert count.supervised_tokens == sum(int(each.loss_mask.sum()) for each in read)
 
 
 # Ends
@@ -243,6 +284,7 @@ def test_reasons_for_no_sequence_at_all_are_counted_apart(play):
         missing=[],
         writer=SimpleNamespace(manifest=SimpleNamespace(shards=[made.entry])),
         left_out={"nothing_to_answer": 2},
+        skips=[Skips("p", counts=Counter({"nothing_to_answer": 2, "not_utf8": 5}))],
     )
     assert plan.count_dropped() == {
         "prompt_too_long": 3,
@@ -250,6 +292,7 @@ def test_reasons_for_no_sequence_at_all_are_counted_apart(play):
         "incomplete": 1,
         "truncated": 1,
         "nothing_to_answer": 2,
+        "not_utf8": 5,
     }
 
 

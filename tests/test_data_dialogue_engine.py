@@ -1,18 +1,23 @@
 """Conversations of several turns through data/regenerate.py on the embedded target."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.outcome import count_cut
 from data.prompts import load_prompts
 from data.render import ChatTemplate
-from data.shards import Sequence, Shards, open_shards
+from data.shards import MANIFEST_NAME, SPOOL_NAME, Sequence, Shards, open_shards, shard_name
+from recipes.load import load_recipe
+from recipes.manifest import ShardManifest, read_manifest
 from tests.drafters import EMBEDDED_TARGET, TINY_RECIPE
 
 REPOSITORY = Path(__file__).parent.parent
@@ -21,14 +26,17 @@ TURNS = [1, 2, 3, 3, 2, 3]
 AGAIN = {"role": "user", "content": "And now with a comment."}
 GIVEN = {"role": "assistant", "content": "This is not the target's."}
 END_OF_TURN = 2
+LIMIT_S = 400
+TAPS = load_recipe(TINY_RECIPE).drafter.target_layer_ids
 SETTINGS = {
     "rounds.count": 1,
     "rounds.first_share": "null",
     "data.num_prompts": len(TURNS),
     "data.max_prompt_tokens": 900,
+    "data.shard_tokens": 600,  # a conversation or two
     "data.sampling.max_tokens": 120,
-    "data.check_sequences": 99,  # every sequence, with transformers
-    "data.check_again": 99,
+    "data.check_sequences": 99,  # every sequence of the first shard, with transformers
+    "data.check_again": 99,  # every sequence, with a prefill
     "data.keep_truncated": "false",
     "serve.max_model_len": 1024,
     "serve.max_num_batched_tokens": 128,  # a history is read in several steps
@@ -45,12 +53,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         messages = [*map(dict, prompt.messages), *[GIVEN, AGAIN] * (turns - 1)]
         lines.append(json.dumps({"messages": messages}))
     (folder / "chats.jsonl").write_text("\n".join(lines))
-    settings = {"output_dir": folder, "data.prompts": folder / "chats.jsonl"} | SETTINGS
-    command = [sys.executable, REPOSITORY / "data" / "regenerate.py", TINY_RECIPE]
-    overrides = [f"{name}={value}" for name, value in settings.items()]
-    result = subprocess.run([*command, *overrides], capture_output=True, text=True, check=False, timeout=400)
-    assert result.returncode == 0, result.stderr
+    finish(command(folder, folder / "chats.jsonl"))
     return folder
+
+
+def command(output_dir: Path, prompts: Path, **changes: object) -> list[str]:
+    settings = {"output_dir": output_dir, "data.prompts": prompts} | SETTINGS | changes
+    script = str(REPOSITORY / "data" / "regenerate.py")
+    overrides = [f"{name}={value}" for name, value in settings.items()]
+    return [sys.executable, script, str(TINY_RECIPE), *overrides]
+
+
+def finish(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +121,37 @@ def test_the_prompt_of_every_answer_is_what_the_endpoint_renders(sequences):
 
 
 def test_all_states_were_compared_and_are_the_transformers_models(run, sequences):
-    assert all(len(sequence.hidden) == len(sequence.token_ids) - 1 for sequence in sequences)
     report = json.loads((run / "rounds" / "round-0.json").read_text())
     assert report["captured"]["least_cosine"] > 0.999
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_TARGET, dtype=torch.bfloat16)
+    for sequence in sequences:
+        with torch.inference_mode():
+            states = model(sequence.token_ids.long()[None], output_hidden_states=True).hidden_states
+        expected = torch.cat([states[layer + 1][0, :-1] for layer in TAPS], dim=-1).unflatten(-1, (3, -1))
+        found = sequence.hidden.unflatten(-1, (3, -1))
+        assert found.shape == expected.shape
+        assert torch.cosine_similarity(found.float(), expected.float(), dim=-1).min() > 0.999
+
+
+def test_killed_between_two_turns_and_gone_on_with_it_makes_the_same_shards(run, shards, tmp_path):
+    unchecked = {"data.check_sequences": 0, "data.check_again": 0}
+    again = command(tmp_path, run / "chats.jsonl", **unchecked)
+    process = subprocess.Popen(again, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    manifest, spool = tmp_path / "shards" / MANIFEST_NAME, tmp_path / "shards" / SPOOL_NAME
+    deadline = time.monotonic() + LIMIT_S
+    # something of a later shard is captured, which has no whole conversation yet
+    while not (manifest.exists() and shard_name(0) in manifest.read_text() and any(spool.glob("*/*"))):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    kept = (tmp_path / "shards" / shard_name(0)).stat().st_mtime_ns
+    begun = read_manifest(manifest, ShardManifest)
+    assert 0 < len(begun.shards) < len(shards.manifest.shards)
+    finish(again)
+    ended = read_manifest(manifest, ShardManifest)
+    assert ended.shards == shards.manifest.shards
+    assert ended.dropped == shards.manifest.dropped
+    assert (tmp_path / "shards" / shard_name(0)).stat().st_mtime_ns == kept
+    assert not spool.exists()
