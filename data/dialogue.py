@@ -11,6 +11,7 @@ import torch
 from data import shards
 from data.check_taps import NamedSequence
 from data.conversations import Message
+from data.given_text import GivenText
 from data.groups import Rendered
 from data.render import ChatTemplate
 from data.turns import Event, Joined, join_events, read_answer, say_before
@@ -94,6 +95,32 @@ class Dialogue:
         sequence = shards.Sequence(token_ids, joined.loss_mask(), answer.hidden)
         name = f"{self.prompt.id}-{joined.first}" if joined.first else self.prompt.id
         return Kept(NamedSequence(name, sequence, self.prompt.source), count_accepted(answer))
+
+
+class Reading:
+    """A given text, whose states are read; beside dialogues it is one that asks nothing."""
+
+    request: Request | None = None
+
+    def __init__(self, prompt: Rendered) -> None:
+        self.prompt = prompt
+        self.reason: str | None = "incomplete"
+        """As a dialogue's; until its states are there."""
+        self._hidden: torch.Tensor | None = None
+
+    def add_states(self, hidden: torch.Tensor | None) -> None:
+        """[tokens - 1, taps x hidden size]; None where the engine gave the text up."""
+        self._hidden = hidden
+        self.reason = None if hidden is not None else "incomplete"
+
+    def sequences(self) -> list[Kept]:
+        """One, or none where the states are not there."""
+        if self._hidden is None:
+            return []
+        text = GivenText(self.prompt.token_ids, list(self.prompt.spans))
+        token_ids = torch.tensor(text.token_ids, dtype=torch.int32)
+        sequence = shards.Sequence(token_ids, text.loss_mask(), self._hidden)
+        return [Kept(NamedSequence(self.prompt.id, sequence, self.prompt.source), accepted=0)]
 
 
 def draw_seed(prompt: Rendered, number: int) -> int:

@@ -26,15 +26,24 @@ class Tally:
     emitted_tokens: int = 0
     request_steps: int = 0
     """Over the answers: steps in which one grew."""
+    engine_steps: int = 0
+    read_tokens: int = 0
+    """Of given texts."""
     engine_seconds: float = 0.0
     """Of generating, all engines together; their start and the checks left out."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     least_cosines: dict[int, float] = field(default_factory=dict)
     """By tapped layer, over the engines, each of which was checked."""
 
+    def occupancy(self, most_at_once: int) -> float | None:
+        """Answers that grew in a step / the most that can, over all steps; None where there was none."""
+        return self.request_steps / (self.engine_steps * most_at_once) if self.engine_steps else None
+
     def add(self, made: Made) -> None:
         self.emitted_tokens += made.emitted_tokens
         self.request_steps += made.request_steps
+        self.engine_steps += made.engine_steps
+        self.read_tokens += made.read_tokens
         self.engine_seconds += made.seconds
         self.finish_reasons.update(made.finish_reasons)
         for layer, cosine in made.least_cosines.items():
@@ -87,6 +96,7 @@ def report_round(plan: ShardPlan, number: int, tally: Tally, num_made: int) -> R
         pulses=[],
         emitted_tokens=tally.emitted_tokens,
         request_steps=tally.request_steps,
+        occupancy=tally.occupancy(plan.recipe.serve.max_num_seqs),
         engine_seconds=tally.engine_seconds,
         num_engines=min(plan.recipe.data.engines, num_made),
         captured=count_captured(plan, number, tally),

@@ -122,9 +122,15 @@ class _Reader:
     def _finish(self, token_ids: list[int], spans: list[Span]) -> GivenText:
         if not spans:
             raise UserError("the assistant says nothing")
+        if empty := [turn for turn in self.turns if _is_empty(self.conversation.messages[turn])]:
+            raise UserError(f"message {empty[0]} of the assistant's is empty")
         if sum(end - start for start, end in spans) == len(token_ids):
             raise UserError("every token would be the assistant's")
         return GivenText(token_ids, spans)
+
+
+def _is_empty(message: Message) -> bool:
+    return not any(message.get(part) for part in ("content", "reasoning_content", "tool_calls"))
 
 
 def _find_spans(marks: Sequence[bool]) -> Iterator[Span]:

@@ -4,11 +4,12 @@ A shard's prompts are known before any is answered, so a shard made again is the
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from data.conversations import Conversation
+from data.given_text import GivenText, Span, mask_given_text
 from data.prompts import Prompt
 from data.render import ChatTemplate
 from data.shapes import RowError
@@ -33,6 +34,8 @@ class Rendered:
     """The most that the prompts of further turns have."""
     source: str = ""
     """The name of where it comes from."""
+    spans: tuple[Span, ...] = ()
+    """Of a given text, which is only read: what its assistant says.  token_ids is all of it then."""
 
     @property
     def seed(self) -> int:
@@ -43,8 +46,13 @@ class Rendered:
     def num_turns(self) -> int:
         return len(self.turns)
 
+    def fits(self, data: Data) -> bool:
+        return len(self.token_ids) <= (data.longest if self.spans else data.max_prompt_tokens)
+
     def most_tokens(self, data: Data) -> int:
         """Of its sequences, where none goes on in another."""
+        if self.spans:
+            return len(self.token_ids)
         emitted = self.num_turns * data.sampling_of(self.source).max_tokens
         return len(self.token_ids) + self.further_tokens + emitted
 
@@ -69,10 +77,24 @@ def render(prompts: Iterable[Prompt], tokenizer: Any) -> list[Rendered]:
     return [Rendered(prompt.id, template.render(prompt.messages, prompt.tools)) for prompt in prompts]
 
 
-def begin(conversations: Iterable[Conversation], template: ChatTemplate, data: Data) -> Begun:
-    """In order; the target answers every turn that `find_turns` finds."""
+def begin(
+    conversations: Iterable[Conversation],
+    template: ChatTemplate,
+    data: Data,
+    end_ids: Collection[int] = (),
+) -> Begun:
+    """In order; of each the target answers every turn that `find_turns` finds, or it reads the given answers.
+
+    end_ids: the tokens that end a turn.
+    """
     begun = Begun([], [])
     for conversation in conversations:
+        if data.answers_of(conversation.source) == "given":
+            try:
+                begun.prompts.append(_take_given(conversation, template, data, end_ids))
+            except UserError as refusal:
+                begun.refused.append((conversation, RowError("no_sound_mask", str(refusal))))
+            continue
         turns = tuple(find_turns(conversation))
         if not turns:
             begun.refused.append((conversation, RowError("nothing_to_answer", "nobody asks the target")))
@@ -82,6 +104,23 @@ def begin(conversations: Iterable[Conversation], template: ChatTemplate, data: D
         except UserError as refusal:
             begun.refused.append((conversation, RowError("refused_by_template", str(refusal))))
     return begun
+
+
+def _take_given(
+    conversation: Conversation, template: ChatTemplate, data: Data, end_ids: Collection[int]
+) -> Rendered:
+    """Raises UserError where no mask is sound."""
+    thinking = data.choose_thinking(conversation.id, conversation.source)
+    text = mask_given_text(conversation, template, end_ids, thinking)
+    if data.keep_truncated and text.spans[0][0] < data.longest:
+        text = cut_text(text, data.longest)
+    return Rendered(conversation.id, text.token_ids, source=conversation.source, spans=tuple(text.spans))
+
+
+def cut_text(text: GivenText, length: int) -> GivenText:
+    """Its first tokens, of which something is said by the assistant."""
+    spans = [(start, min(end, length)) for start, end in text.spans if start < length]
+    return GivenText(text.token_ids[:length], spans)
 
 
 def _begin_one(

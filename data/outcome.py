@@ -43,9 +43,15 @@ def _rows(plan: ShardPlan, tally: Tally) -> dict[str, str]:
         rows["ended early"] = describe_counts(cut)
     if not plan.missing:
         return rows | {"this run": "nothing to do, every shard is there"}
-    rows["ends, this run"] = describe_counts(tally.finish_reasons)
-    engines = min(plan.recipe.data.engines, len(plan.missing))
-    rows["tokens/s, this run"] = f"{tally.emitted_tokens / tally.engine_seconds * engines:.0f}"
+    if tally.read_tokens:
+        rows["read, this run"] = f"{tally.read_tokens} tokens of given texts"
+    if tally.emitted_tokens:
+        rows["ends, this run"] = describe_counts(tally.finish_reasons)
+        engines = min(plan.recipe.data.engines, len(plan.missing))
+        rows["tokens/s, this run"] = f"{tally.emitted_tokens / tally.engine_seconds * engines:.0f}"
+    occupancy = tally.occupancy(at_once := plan.recipe.serve.max_num_seqs)
+    if occupancy is not None:
+        rows["batch, this run"] = f"{occupancy:.0%} of serve.max_num_seqs {at_once}"
     if tally.least_cosines:
         rows["least cosine by tap"] = "  ".join(
             f"{layer}: {cosine:.5f}" for layer, cosine in tally.least_cosines.items()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from data import shards
 from data.check_taps import NamedSequence
-from data.dialogue import Dialogue
+from data.dialogue import Dialogue, Reading
 from data.groups import Rendered
 from data.render import ChatTemplate, load_chat_template
 from data.shard_check import ShardCheck
@@ -32,6 +32,10 @@ class Made:
     emitted_tokens: int
     request_steps: int
     """Over the answers: steps in which one grew."""
+    engine_steps: int
+    """Of generating; most advance several answers."""
+    read_tokens: int
+    """Of given texts."""
     seconds: float
     """Of generating."""
     finish_reasons: Mapping[str, int]
@@ -71,6 +75,7 @@ class ShardMaker:
         self._recipe = recipe
         self._folder = folder
         self._on_step = on_step
+        self._engine_steps = 0
         layers = recipe.drafter.target_layer_ids
         sleeps = drafting is not None and recipe.rounds.engines_sleep
         final_states = recipe.data.final_states
@@ -108,13 +113,14 @@ class ShardMaker:
         return self.write(self.generate(number, prompts))
 
     def generate(self, number: int, prompts: Sequence[Rendered]) -> Unwritten:
-        """Answers every turn.
+        """Answers every turn, and reads given texts.
 
         States stay in the spool's files, which have no names any more, for as long as what is returned lives.
         """
-        start = time.monotonic()
-        dialogues = [Dialogue(prompt, self._recipe.data, self._template_for(prompt)) for prompt in prompts]
-        answers = self._answer_all(dialogues)
+        start, steps_before = time.monotonic(), self._engine_steps
+        dialogues = [self._begin(prompt) for prompt in prompts]
+        answers = self._answer_all([each for each in dialogues if isinstance(each, Dialogue)])
+        self._read_all([each for each in dialogues if isinstance(each, Reading)])
         seconds = time.monotonic() - start
         kept = [each for dialogue in dialogues for each in dialogue.sequences()]
         named = [each.named for each in kept]
@@ -122,6 +128,8 @@ class ShardMaker:
             Made,
             emitted_tokens=sum(len(answer.token_ids) for answer in answers),
             request_steps=sum(len(answer.chunks) for answer in answers),
+            engine_steps=self._engine_steps - steps_before,
+            read_tokens=sum(len(prompt.token_ids) for prompt in prompts if prompt.spans),
             seconds=seconds,
             finish_reasons=Counter(answer.finish_reason for answer in answers),
         )
@@ -139,6 +147,20 @@ class ShardMaker:
         entry = write_shard_file(self._folder, shard.number, sequences, prompt_ids, sources)
         entry = entry.model_copy(update=asdict(shard.losses))
         return shard.made(entry=entry, least_cosines=merge_least(shard.again, with_target))
+
+    def _begin(self, prompt: Rendered) -> Dialogue | Reading:
+        if prompt.spans:
+            return Reading(prompt)
+        return Dialogue(prompt, self._recipe.data, self._template_for(prompt))
+
+    def _read_all(self, readings: Sequence[Reading]) -> None:
+        if not readings:
+            return
+        texts = [reading.prompt.token_ids for reading in readings]
+        mean = sum(map(len, texts)) / len(texts)
+        states = self._engine.read(texts, lambda _, finished: self._on_step(round(mean * finished), finished))
+        for reading, hidden in zip(readings, states, strict=True):
+            reading.add_states(hidden)
 
     def _template_for(self, prompt: Rendered) -> ChatTemplate | None:
         """Loaded once, where it is needed at all."""
@@ -162,15 +184,19 @@ class ShardMaker:
         for sampling in dict.fromkeys(samplings):
             alike = [number for number, chosen in enumerate(samplings) if chosen == sampling]
             requests = [request for number in alike if (request := asking[number].request) is not None]
-            found = self._engine.answer(requests, sampling, self._on_step)
+            found = self._engine.answer(requests, sampling, self._step)
             answers |= zip(alike, found, strict=True)
         return [answers[number] for number in range(len(asking))]
+
+    def _step(self, new_tokens: int, finished_answers: int) -> None:
+        self._engine_steps += 1
+        self._on_step(new_tokens, finished_answers)
 
     def _choose_sampling(self, prompt: Rendered) -> Sampling:
         return self._recipe.data.sampling_of(prompt.source).choose(prompt.seed)
 
 
-def count_losses(dialogues: Sequence[Dialogue]) -> Losses:
+def count_losses(dialogues: Sequence[Dialogue | Reading]) -> Losses:
     """What became of ended ones."""
     ends = [(len(dialogue.sequences()), dialogue.reason) for dialogue in dialogues]
     dropped = Counter(reason for kept, reason in ends if reason is not None and kept == 0)

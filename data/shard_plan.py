@@ -17,7 +17,8 @@ from recipes.errors import UserError
 from recipes.footprint import SEQUENCE_BYTES
 from recipes.job import captured_bytes
 from recipes.manifest import ShardEntry, ShardManifest, identify_target, provenance, read_manifest
-from recipes.schema import Data, Recipe, Rounds, Source
+from recipes.schema import Data, Recipe, Rounds, Source, Target
+from recipes.target_config import find_config, read_target_config
 
 _WITHOUT_EFFECT = (
     "check_sequences",
@@ -88,7 +89,7 @@ def make_plan(recipe: Recipe) -> ShardPlan:
     template = load_chat_template(recipe.target)
     _check_thinking(recipe, template)
     loaded = load_conversations(recipe.data)
-    begun = begin(loaded.conversations, template, recipe.data)
+    begun = begin(loaded.conversations, template, recipe.data, find_end_ids(recipe.target))
     tell_refused(begun, loaded.skips)
     groups = group_by_shard(_find_short(begun, recipe.data, describe_skips(loaded.skips)), recipe.data)
     check_room(recipe, groups, writer.manifest.hidden_size)
@@ -111,6 +112,11 @@ def _check_thinking(recipe: Recipe, template: ChatTemplate) -> None:
             )
 
 
+def find_end_ids(target: Target) -> frozenset[int]:
+    """The tokens that end a turn."""
+    return read_target_config(find_config(target.model, target.revision)).end_ids
+
+
 def tell_refused(begun: Begun, skips: Sequence[Skips]) -> None:
     """To the skips of their sources."""
     of_sources = {each.source: each for each in skips}
@@ -122,7 +128,7 @@ def _find_short(begun: Begun, data: Data, described: str) -> list[Rendered]:
     """Raises UserError where there is none; `described` are those that were left out."""
     if not begun.prompts:
         raise UserError(f"data.prompts {data.named_prompts}: no conversation can be answered\n{described}")
-    short = [prompt for prompt in begun.prompts if len(prompt.token_ids) <= data.max_prompt_tokens]
+    short = [prompt for prompt in begun.prompts if prompt.fits(data)]
     if not short:
         raise UserError(
             f"data.max_prompt_tokens {data.max_prompt_tokens}: every one of the {len(begun.prompts)} prompts"

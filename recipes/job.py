@@ -88,7 +88,7 @@ class Job:
     @property
     def longest(self) -> int:
         """Tokens of a sequence."""
-        return self.recipe.data.max_prompt_tokens + self.recipe.data.sampling.max_tokens
+        return self.recipe.data.longest
 
     @property
     def tap_bytes(self) -> int:

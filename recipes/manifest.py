@@ -154,6 +154,8 @@ class RoundManifest(Record):
     emitted_tokens: Count
     request_steps: Count
     """Of the engine, summed over the answers: one for each chunk of tokens an answer grew by."""
+    occupancy: float | None = None
+    """Answers that grew in a step / serve.max_num_seqs, over all steps of generating."""
     engine_seconds: float
     """Of generating, all engines together."""
     num_engines: Count

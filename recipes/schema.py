@@ -26,6 +26,7 @@ Precision = Literal["bfloat16", "float32"]
 Policy = Literal["keep", "rolling"]
 LayerType = Literal["sliding_attention", "full_attention"]
 Thinking = Literal["template", "on", "off"]
+Answers = Literal["target", "given"]
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -237,6 +238,8 @@ class Source(Section):
     """Of its prompts' answers, where it differs from data.sampling."""
     thinking: ThinkingModes | None = None
     """What the chat template is told for its prompts; None: as in data.thinking."""
+    answers: Answers | None = None
+    """Whose answers are trained on; None: as in data.answers."""
 
     @model_validator(mode="after")
     def _is_one_place(self) -> "Source":
@@ -279,14 +282,19 @@ class Data(Section):
     held_out_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Of the conversations, never trained on: those whose first user's turn, white space and case apart, has
     a low hash. They are the suite `data:heldout`."""
+    answers: Answers = "target"
+    """Whose answers are trained on: the target's own, which it gives anew to every turn, or those `given` in
+    the texts, which it only reads. A drafter is to say what its target says, so `given` is for texts that the
+    target wrote itself."""
     sampling: DataSampling = DataSampling()
     thinking: ThinkingModes = {"template": 1.0}
     """What the chat template is told: `on` and `off` are its enable_thinking, `template` tells it nothing. Or
     weights, {on: 0.5, off: 0.5}, of which each conversation takes one mode by its id."""
     keep_truncated: bool = True
-    """Answers that were cut at max_tokens are trained on; either way they end their conversation."""
+    """Answers that were cut at max_tokens are trained on; either way they end their conversation. Given texts
+    that are longer than the longest sequence are cut, or else left out."""
     max_prompt_tokens: Positive = 1024
-    """Longer prompts are dropped and counted."""
+    """Longer prompts are dropped and counted. A given text may have sampling.max_tokens more."""
     shard_tokens: Positive = 200_000
     """A shard takes prompts until their longest possible sequences hold this many tokens."""
     engines: Positive = 1
@@ -326,6 +334,16 @@ class Data(Section):
         """As sampling_of."""
         found = self._find_source(source)
         return self.thinking if found is None or found.thinking is None else found.thinking
+
+    def answers_of(self, source: str) -> Answers:
+        """As sampling_of."""
+        found = self._find_source(source)
+        return self.answers if found is None or found.answers is None else found.answers
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence of one answer, at most."""
+        return self.max_prompt_tokens + self.sampling.max_tokens
 
     def choose_thinking(self, conversation_id: str, source: str = "") -> Thinking:
         """For the conversation of this id, from this source: the same one at any time."""
@@ -692,7 +710,7 @@ class Recipe(Section):
                 f"rounds.count {self.rounds.count} is more than train.steps {self.train.steps}: a round takes"
                 " a step at least"
             )
-        longest = self.data.max_prompt_tokens + self.data.sampling.max_tokens
+        longest = self.data.longest
         if longest > self.serve.max_model_len:
             raise ValueError(
                 f"data.max_prompt_tokens + data.sampling.max_tokens is {longest}, serve.max_model_len is"

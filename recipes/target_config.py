@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ class TargetConfig:
     num_hidden_layers: int
     reserved_ids: frozenset[int]
     """Beginning, end and padding tokens: ids that occur in text, so that none of them can be the mask."""
+    end_ids: frozenset[int]
+    """Of these the end tokens: each ends the assistant's turn."""
 
 
 def find_folder(name: str) -> Path | None:
@@ -83,14 +86,15 @@ def read_target_config(config_path: Path) -> TargetConfig:
         hidden_size=text["hidden_size"],
         vocab_size=text["vocab_size"],
         num_hidden_layers=text["num_hidden_layers"],
-        reserved_ids=frozenset().union(*(_special_ids(source) for source in (config, text, generation))),
+        reserved_ids=_special_ids((config, text, generation), ("bos", "eos", "pad")),
+        end_ids=_special_ids((config, text, generation), ("eos",)),
     )
 
 
-def _special_ids(config: dict[str, Any]) -> set[int]:
-    values = [config.get(f"{kind}_token_id") for kind in ("bos", "eos", "pad")]
+def _special_ids(configs: Iterable[dict[str, Any]], kinds: Sequence[str]) -> frozenset[int]:
+    values = [config.get(f"{kind}_token_id") for config in configs for kind in kinds]
     lists = [value if isinstance(value, list) else [value] for value in values if value is not None]
-    return {token for tokens in lists for token in tokens}
+    return frozenset(token for tokens in lists for token in tokens)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

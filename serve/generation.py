@@ -114,7 +114,9 @@ class CapturingEngine:
         ]
         return self._generate(jobs, on_step)
 
-    def read(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor | None]:
+    def read(
+        self, texts: Sequence[Sequence[int]], on_step: OnStep = lambda *_: None
+    ) -> list[torch.Tensor | None]:
         """The tap states of given texts: of each [its tokens - 1, taps x hidden size], as `Answer.hidden`.
 
         Prefilled together, also where the engine drafts; what it samples after a text is kept nowhere.  A
@@ -122,7 +124,7 @@ class CapturingEngine:
         """
         # the last token has no row, and without it the longest text leaves room for the one that is sampled
         one_token = _sampling_params(Sampling(max_tokens=1), 0, {})
-        answers = self._generate([(text[:-1], one_token) for text in texts], lambda *_: None)
+        answers = self._generate([(text[:-1], one_token) for text in texts], on_step)
         return [answer.hidden for answer in answers]
 
     def _generate(self, jobs: Sequence[tuple[Sequence[int], Any]], on_step: OnStep) -> list[Answer]:

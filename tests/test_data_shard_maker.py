@@ -12,6 +12,7 @@ import torch
 from data import shard_check, shard_maker
 from data.check_taps import FINAL
 from data.dialogue import count_accepted
+from data.filling import Tally
 from data.groups import Rendered
 from data.shard_check import choose
 from data.shard_maker import ShardMaker
@@ -19,7 +20,7 @@ from data.shard_plan import ShardPlan
 from data.shards import Shard
 from recipes.errors import MachineError
 from recipes.schema import Sampling
-from serve.generation import Answer, Request
+from serve.generation import Answer, OnStep, Request
 from tests.drafters import tiny_recipe
 
 LAYERS, HIDDEN, DRAFTED = 8, 24, 3
@@ -58,7 +59,9 @@ class FunctionEngine:
     def _capture(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         return self.fault([states_of(text, self.shift) for text in texts])
 
-    def answer(self, requests: Sequence[Request], sampling: Sampling, *_: object) -> list[Answer]:
+    def answer(self, requests: Sequence[Request], sampling: Sampling, on_step: OnStep) -> list[Answer]:
+        for _ in range(3):
+            on_step(len(requests), 0)
         self.asked.append((sampling.temperature, [request.seed for request in requests]))
         emitted = [[request.token_ids[2] + 100 + step for step in range(7)] for request in requests]
         texts = [[*request.token_ids, *answer] for request, answer in zip(requests, emitted, strict=True)]
@@ -67,9 +70,9 @@ class FunctionEngine:
             for number, (tokens, states) in enumerate(zip(emitted, self._capture(texts), strict=True))
         ]
 
-    def read(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor | None]:
+    def read(self, texts: Sequence[Sequence[int]], *_: object) -> list[torch.Tensor | None]:
         self.read_texts += map(list, texts)
-        return list(self._capture(texts))
+        return [None if number in self.lost else part for number, part in enumerate(self._capture(texts))]
 
     def swap(self, _ckpt: Path) -> None:
         """Nothing changes but what a test has it change."""
@@ -122,6 +125,35 @@ def test_transformers_is_asked_of_the_first_shard_and_the_engine_of_every_one(en
         assert len(engine.read_texts) == 3 * (number + 1)
 
 
+GIVEN_TEXTS = [
+    Rendered("e" * 16, [1, 2, 3, 4, 5], spans=((2, 3), (4, 5)), source="b"),
+    Rendered("f" * 16, [1, 2, 9], spans=((1, 3),), source="b"),
+]
+
+
+def test_given_texts_are_read_and_stay_in_their_places(engine, asked, tmp_path):
+    made = begin(tmp_path).make(0, [PROMPTS[0], GIVEN_TEXTS[0], PROMPTS[1], GIVEN_TEXTS[1]])
+    assert (made.entry.sequences, made.read_tokens, made.finish_reasons) == (4, 8, {"length": 2})
+    shard = Shard(tmp_path / made.entry.file)
+    found = [shard.read_sequence(number) for number in range(4)]
+    assert [each.token_ids.tolist() for each in found[1::2]] == [[1, 2, 3, 4, 5], [1, 2, 9]]
+    assert [each.loss_mask.tolist() for each in found[1::2]] == [[0, 0, 1, 0, 1], [0, 1, 1]]
+    assert all(torch.equal(each.hidden, states_of(each.token_ids.tolist())) for each in found)
+    assert found[0].token_ids.tolist()[:4] == PROMPTS[0].token_ids
+
+
+def test_a_given_text_that_the_engine_gave_up_is_counted(engine, asked, tmp_path):
+    engine.lost = {0}
+    made = begin(tmp_path, "data.check_again=0").make(0, GIVEN_TEXTS)
+    assert (made.entry.sequences, made.entry.incomplete) == (1, 1)
+
+
+def test_states_of_given_texts_are_checked_as_others_are(engine, asked, tmp_path):
+    engine.shift = 1
+    with pytest.raises(MachineError):
+        begin(tmp_path).make(0, GIVEN_TEXTS)
+
+
 def test_after_a_swap_transformers_is_asked_again(engine, asked, tmp_path):
     maker = begin(tmp_path)
     maker.make(0, PROMPTS)
@@ -141,6 +173,16 @@ def test_each_prompt_is_answered_at_its_own_temperature_and_stays_in_its_place(e
     found = [Shard(tmp_path / made.entry.file).read_sequence(index) for index in range(6)]
     assert [each.token_ids[2].item() - 20 for each in found] == list(range(6))
     assert all(torch.equal(each.hidden, states_of(each.token_ids.tolist())) for each in found)
+
+
+def test_the_batch_is_as_full_as_answers_grow_in_the_engines_steps(engine, asked, tmp_path):
+    """Six prompts of three temperatures: 3 x 3 steps of two answers each."""
+    maker, tally = begin(tmp_path, f"data.sampling.temperature={MIXED}"), Tally()
+    assert tally.occupancy(4) is None
+    tally.add(maker.make(0, SEEDED))
+    tally.add(maker.make(1, SEEDED[:1]))
+    assert (tally.engine_steps, tally.request_steps) == (9 + 3, 18 + 3)
+    assert tally.occupancy(4) == 21 / (12 * 4)
 
 
 def test_a_prompts_temperature_does_not_depend_on_its_company(engine, asked, tmp_path):

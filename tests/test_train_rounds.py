@@ -175,6 +175,7 @@ def report(*pulses: tuple[float, bool, int, int]) -> RoundManifest:
         ],
         emitted_tokens=300,
         request_steps=100,
+        occupancy=0.75,
         engine_seconds=4.0,
         num_engines=2,
     )
@@ -188,6 +189,7 @@ def test_curves_show_the_first_temperature():
     assert "accept_real/depth_3" not in points
     assert points["accept_gap"] == 0.5
     assert (points["data/tokens_per_step"], points["data/tokens_per_second"]) == (3.0, 150.0)
+    assert points["data/occupancy"] == 0.75
     assert describe(said).startswith("the engine accepts chain 2.00 (T = 0), trees 3.00 (T = 0), chain 1.10")
 
 

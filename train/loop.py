@@ -216,7 +216,7 @@ def start_learner(recipe: Recipe, ranks: Ranks, init: Init | None = None) -> Lea
 
 def rehearse_largest_batch(recipe: Recipe, learner: Learner, hidden_size: int) -> None:
     """So that memory fails now and not hours later: MachineError."""
-    train, longest = recipe.train, recipe.data.max_prompt_tokens + recipe.data.sampling.max_tokens
+    train, longest = recipe.train, recipe.data.longest
     size = train.micro_batch_sequences
     try:
         sizes = (size, longest, train.num_anchors, recipe.drafter, hidden_size)

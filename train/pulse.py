@@ -63,6 +63,8 @@ def data_points(report: RoundManifest) -> Iterator[tuple[str, float]]:
     if report.emitted_tokens:
         yield "data/tokens_per_step", report.tokens_per_step
         yield "data/tokens_per_second", report.tokens_per_second
+        if report.occupancy is not None:
+            yield "data/occupancy", report.occupancy
         yield "time/generate_s", report.engine_seconds / report.num_engines
     for what in ("start", "wake", "swap", "pulse", "sleep"):
         seconds = getattr(report, f"{what}_seconds")
