@@ -19,6 +19,8 @@ from recipes.job import (
     times,
 )
 
+HELD_ROWS_BYTES = 64 * 2**20
+"""Of captured states, by an engine (`serve.spool.MOST_HELD_BYTES`)."""
 CPU_CACHE_GIB = 1.0
 """Where serve.kv_cache_gib is not set: `serve.engine` gives it to an engine on a CPU."""
 GRAPHS_GIB = 0.75
@@ -149,6 +151,8 @@ def _capture_rows(job: Job) -> Iterator[Row]:
     engines, tokens = recipe.data.engines, recipe.serve.max_num_batched_tokens
     words = f"{times(engines, 'engines')}2 steps x {tokens:,} tokens x {job.tap_bytes:,} bytes"
     yield Row("captured states on their way to files", words, engines * 2 * tokens * job.tap_bytes)
+    words = f"{times(engines, 'engines')}{HELD_ROWS_BYTES // 2**20} MiB at most"
+    yield Row("rows of small steps, written together", words, engines * HELD_ROWS_BYTES)
     if recipe.data.check_sequences:
         count = job.target.count_text_parameters()
         words = f"{times(engines, 'engines')}{millions(count)} x {job.dtype_bytes} bytes, if no GPU has room"

@@ -17,10 +17,11 @@ import torch
 
 from recipes.errors import MachineError
 from recipes.schema import Sampling, Serve, Target
-from serve.capture import capture_options, read_spooled, spool_path
+from serve.capture import capture_options
 from serve.engine import CHAIN_REQUEST, PLAIN_BUDGET, SECTION, engine_arguments
 from serve.heap import modules_stay
 from serve.served import describe_served
+from serve.spool import read_spooled, spool_path
 
 
 @dataclass(frozen=True)

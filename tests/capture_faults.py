@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import torch
 
-from serve.capture import Spool
 from serve.engine import is_cuda
 from serve.generation import CapturingEngine
+from serve.spool import Spool
 from serve.tensor_file import GrowingFile
 
 Fault = Callable[[], AbstractContextManager[Any]]
@@ -52,7 +52,7 @@ def lost_rows(request: str, count: int) -> Iterator[None]:
             if request_id.startswith(f"{request}-"):
                 rows = spool._rows[request_id]
                 rows.count -= count
-                rows.token_ids = [torch.cat(rows.token_ids)[:-count]]
+                del rows.token_ids[-count:]
         finish(spool, request_ids)
 
     with patch.object(Spool, "finish", finish_with_fewer):

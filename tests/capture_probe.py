@@ -18,7 +18,8 @@ import torch
 from vllm import LLM, SamplingParams
 
 import serve.capture
-from serve.capture import Spool, StepTaps, capture_options, read_spooled
+from serve.capture import capture_options
+from serve.spool import Spool, _HostStep, read_spooled
 from tests.drafters import EMBEDDED_TARGET, tiny_recipe
 
 PROMPT_TOKENS, MAX_TOKENS, CHUNK = 620, 36, 300
@@ -28,9 +29,9 @@ BLOCKS = 88  # of the cache: enough for the prompts, too few once three requests
 class CountingSpool(Spool):
     repeated = 0
 
-    def _add_rows(self, step: StepTaps, row: int) -> None:
+    def _add_rows(self, step: _HostStep, row: int) -> None:
         held = self._rows.get(step.request_ids[row])
-        first = int(step.positions[int(step.starts[row])])
+        first = step.positions[step.starts[row]]
         CountingSpool.repeated += held is not None and first < held.count
         super()._add_rows(step, row)
 

@@ -36,8 +36,8 @@ from recipes.errors import run_command
 from recipes.load import load_recipe
 from recipes.manifest import RoundManifest, write_json
 from recipes.schema import Recipe, Sampling
-from serve.capture import read_spooled, spool_path
 from serve.generation import Answer, Request
+from serve.spool import read_spooled, spool_path
 from serve.tensor_file import TensorParts, write_tensors
 from train import distill
 from train.ranks import Ranks

@@ -31,7 +31,7 @@ from recipes.schema import Drafter, Lora
 from recipes.schema import Objective as ObjectiveSection
 from recipes.train_footprint import Activations, WorstBatch, saved_bytes, worst_batch, zero_bytes
 from recipes.train_needs import companion_bytes
-from serve import engine
+from serve import engine, spool
 from serve.drafter_config import pairwise_tensors
 from tests.small_training import DRAFTER, HIDDEN, write_target
 from tests.test_plan import BF16, FLAGSHIP, RECIPES, TINY, phase_of, plan_of
@@ -52,6 +52,7 @@ TRAIN_ON_GPU = "train: memory of each GPU"
 def test_numbers_with_another_home_are_those():
     assert footprint.SERVED_NODES == engine.DEFAULT_BUDGET
     assert serve_needs.CPU_CACHE_GIB == engine._CPU_CACHE_GIB
+    assert serve_needs.HELD_ROWS_BYTES == spool.MOST_HELD_BYTES
     for name in ("TILE_ROWS", "STACK_KEYS", "KEY_STEP"):
         assert getattr(train_footprint, name) == getattr(tiles, name)
     assert train_footprint.CHUNK_LOGITS == head.CHUNK_LOGITS

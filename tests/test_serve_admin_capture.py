@@ -24,9 +24,10 @@ from test_serve_admin import HOLDER, KEY, ask, wait_until_healthy
 
 from recipes.schema import Serve, Target
 from serve.admin import KEY_VARIABLE, AdminRoutes
-from serve.capture import TrafficSink, read_prompt_length, read_spooled, spool_path
+from serve.capture import TrafficSink
 from serve.plan import Settings
 from serve.ports import find_free_port
+from serve.spool import read_prompt_length, read_spooled, spool_path
 
 REFERENCE = EMBEDDED_TARGET.parent / "drafter"
 TAPS = (1, 3, 5, 6)

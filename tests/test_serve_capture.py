@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,17 +18,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.capture import (
-    _MOST_WAITING,
-    CaptureSink,
-    StepTaps,
-    TrafficSink,
-    external_id,
-    read_prompt_length,
-    read_spooled,
-    spool_path,
-)
+from serve import spool
+from serve.capture import _MOST_WAITING, CaptureSink, TrafficSink
 from serve.seam.capturing import Landing
+from serve.spool import StepTaps, external_id, read_prompt_length, read_spooled, spool_path
+from serve.tensor_file import GrowingFile
 
 TAPS = 2
 PROMPT = 3
@@ -220,6 +215,7 @@ def test_a_disk_that_fills_ends_a_servers_capture_and_not_the_server(traffic, fu
 
 def test_what_a_stopped_capture_is_given_is_lost_and_no_fault(traffic, full_disk, tmp_path):
     traffic.add_step(step(("a", 0, 3)))
+    traffic.finish(["a-12345678"])
     traffic.status()
     assert not traffic.is_open
     traffic.add_step(step(("b", 0, 3)))
@@ -275,12 +271,102 @@ def test_steps_are_taken_in_while_earlier_ones_are_on_their_way_and_no_more_than
     check(tmp_path, "a", _MOST_WAITING + 2)
 
 
-def test_a_steps_place_is_given_back_once_it_is_written_also_where_it_cannot_be(sink, full_disk):
+@pytest.mark.parametrize("held", [1, 2])
+def test_a_steps_place_is_given_back_once_it_was_taken_in_also_where_it_cannot_be_written(
+    sink, full_disk, monkeypatch, held
+):
+    monkeypatch.setattr(spool, "MOST_HELD_STEPS", held)
     released = threading.Event()
     with pytest.raises(OSError, match="No space left"):
         sink.add_step(replace(step(("a", 0, 3)), release=released.set))
-        sink.wait()
+        sink.flush()
     assert released.is_set()
+
+
+# Rows that are held
+
+
+NAMES = "abc"
+
+
+@st.composite
+def traffic_of_steps(draw: st.DrawFn) -> list[tuple[StepTaps, list[str]]]:
+    """Steps with the requests that end after each: chunks, refused drafts, preemption, other last tokens."""
+    computed = dict.fromkeys(NAMES, 0)
+    steps = []
+    for number in range(draw(st.integers(1, 14))):
+        running = draw(st.lists(st.sampled_from(sorted(computed)), unique=True)) if computed else []
+        spans, rejected = [], []
+        for name in running:
+            first = draw(st.integers(0, computed[name])) if draw(st.booleans()) else computed[name]
+            rows = draw(st.integers(1, 5))
+            rejected.append(draw(st.integers(0, rows - 1)))
+            spans.append((name, first, rows))
+            computed[name] = max(computed[name], first + rows - rejected[-1])
+        ended = [name for name in computed if draw(st.integers(0, 9)) == 0]
+        for name in ended:
+            del computed[name]
+        if spans:
+            made = step(*spans, rejected=tuple(rejected), pass_number=number)
+            if draw(st.integers(0, 3)) == 0:  # as after a swap
+                made.token_ids[int(made.starts[-2]) :] += 1 + number
+            steps.append((made, ended))
+    return steps
+
+
+def follow_slowly(steps: list[tuple[StepTaps, list[str]]]) -> dict[str, tuple[list[float], list[int]]]:
+    """What each file holds: (tap 0, token) by position, the first copy of each up to another token."""
+    files: dict[str, list[tuple[float, int]]] = {}
+    for taken, _ in steps:
+        for row, own in enumerate(taken.request_ids):
+            file = files.setdefault(own.partition("-")[0], [])
+            for place in range(taken.starts[row], taken.starts[row + 1] - int(taken.num_rejected[row])):
+                position, token = int(taken.positions[place]), int(taken.token_ids[place])
+                if position < len(file) and file[position][1] != token:
+                    del file[position:]
+                if position == len(file):
+                    file.append((float(taken.states[place, 0]), token))
+    return {name: tuple(map(list, zip(*rows, strict=True))) for name, rows in files.items()}  # type: ignore[misc]
+
+
+@given(traffic_of_steps(), st.sampled_from([1, 2, 3, 32]), st.sampled_from([1, 64, 200, 2**26]))
+def test_files_do_not_depend_on_how_long_rows_are_held(steps, most_steps, most_bytes):
+    with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(spool, "MOST_HELD_STEPS", most_steps)
+        patched.setattr(spool, "MOST_HELD_BYTES", most_bytes)
+        sink = CaptureSink(Path(name))
+        for taken, ended in steps:
+            copy = replace(taken, states=taken.states.clone(), token_ids=taken.token_ids.clone())
+            sink.add_step(copy)
+            sink.wait()
+            copy.states[:], copy.token_ids[:] = -9, -9  # its place is another step's by now
+            sink.finish([f"{each}-12345678" for each in ended])
+        sink.flush()
+        for request, (states, token_ids) in follow_slowly(steps).items():
+            hidden, found_ids = read_spooled(Path(name), request)
+            assert (hidden[:, 0].tolist(), found_ids.tolist()) == (states, token_ids)
+            assert torch.equal(hidden[:, 1], -hidden[:, 0])
+
+
+def test_rows_of_small_steps_are_written_together(sink, tmp_path, monkeypatch):
+    writes = []
+    monkeypatch.setattr(GrowingFile, "write_rows", lambda _, first, rows: writes.append((first, len(rows))))
+    for position in range(spool.MOST_HELD_STEPS):
+        assert not writes
+        sink.add_step(step(("a", position, 1), ("b", 2 * position, 2)))
+        sink.wait()
+    assert sorted(writes) == [(0, spool.MOST_HELD_STEPS), (0, 2 * spool.MOST_HELD_STEPS)]
+
+
+def test_a_large_step_is_written_at_once_and_not_copied(sink, monkeypatch):
+    written = []
+    monkeypatch.setattr(GrowingFile, "write_rows", lambda _, first, rows: written.append(rows.data_ptr()))
+    monkeypatch.setattr(spool, "MOST_HELD_BYTES", 4 * 23)
+    large = step(("a", 0, 3))
+    assert large.states.nbytes == 24
+    sink.add_step(large)
+    sink.wait()
+    assert written == [large.states.data_ptr()]
 
 
 # Where steps land

@@ -117,8 +117,8 @@ def test_a_changed_symbol_is_refused_by_name(symbol, parameters):
 
 
 def test_a_missing_field_is_refused_by_name():
-    with pytest.raises(SeamError, match=r"serve\.capture:StepTaps.*slots"):
-        check_fields({"serve.capture:StepTaps": ("starts", "slots")})
+    with pytest.raises(SeamError, match=r"serve\.spool:StepTaps.*slots"):
+        check_fields({"serve.spool:StepTaps": ("starts", "slots")})
 
 
 @pytest.fixture(scope="module")

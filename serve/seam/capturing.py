@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from serve.capture import CaptureSink, StepTaps, TrafficSink
+from serve.capture import CaptureSink, TrafficSink
 from serve.seam.checks import CAPTURE_FIELDS, CAPTURE_SIGNATURES, SeamError, check_fields, check_signatures
+from serve.spool import StepTaps
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as _Runner
