@@ -32,9 +32,10 @@ from data.shard_counts import (
     find_quantile,
 )
 from data.shards import MANIFEST_NAME
-from data.summary_picture import draw, write_svg
+from data.summary_picture import draw
 from recipes.errors import UserError, run_command
 from recipes.manifest import ShardManifest, read_manifest
+from recipes.pictures import write_svg
 from recipes.target_config import resolve_model
 
 Show = Callable[[Sequence[int]], str]

@@ -1,10 +1,7 @@
 """Draws the lengths of a folder's sequences and how much of each is supervised, a row for each source.
 
-The same counts give the same file, byte by byte.  Called by data/summary.py.
+Called by data/summary.py.
 """
-
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
@@ -14,26 +11,10 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentF
 
 from data.shard_counts import Counted, SourceTexts, find_quantile
 from recipes.errors import UserError
+from recipes.pictures import BLUE, INK, STYLE, begin_figure
 
-WIDTH_PX, ROW_PX, HEAD_PX, FOOT_PX = 900, 100, 30, 44
-INK, QUIET, FAINT, FILL = "#24292f", "#6e7781", "#d0d7de", "#0b62c4"
+ROW_PX, HEAD_PX, FOOT_PX = 100, 30, 44
 _LENGTH_BINS, _COVERAGE_BINS = 40, 25
-STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "draftsmith",  # ids in the file, which are drawn at random otherwise
-    "svg.fonttype": "path",
-    "font.family": "DejaVu Sans",  # comes with matplotlib
-    "font.size": 8.5,
-    "text.color": INK,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": QUIET,
-    "axes.spines.left": False,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 9.5,
-    "xtick.color": QUIET,
-    "xtick.major.size": 0,
-}
 
 
 def draw(counted: Counted) -> Figure:
@@ -45,7 +26,7 @@ def draw(counted: Counted) -> Figure:
     edges = np.geomspace(min(lengths), max(lengths) + 1, _LENGTH_BINS + 1)
     height_px = HEAD_PX + ROW_PX * len(sources) + FOOT_PX
     with rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH_PX / 96, height_px / 96), facecolor="white")
+        figure = begin_figure(height_px)
         for row, (name, source) in enumerate(sources.items()):
             bottom = (FOOT_PX + ROW_PX * (len(sources) - 1 - row)) / height_px
             height = 0.5 * ROW_PX / height_px
@@ -85,7 +66,7 @@ def _draw_coverage(axes: Axes, source: SourceTexts) -> None:
 
 
 def _fill(axes: Axes, counts: np.ndarray, edges: np.ndarray) -> None:
-    axes.stairs(counts, edges, fill=True, color=FILL, alpha=0.75, linewidth=0)
+    axes.stairs(counts, edges, fill=True, color=BLUE, alpha=0.75, linewidth=0)
     axes.set_ylim(0, max(1, int(counts.max())))
     axes.set_yticks([])
 
@@ -113,9 +94,3 @@ def _finish(left: Axes, right: Axes, *, is_first: bool, is_last: bool) -> None:
             axes.tick_params(labelbottom=False)
     if is_last:
         left.set_xlabel("tokens", loc="left")
-
-
-def write_svg(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context(STYLE):
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})

@@ -19,21 +19,9 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer import Option
 
-from eval.drawing import (
-    CHAIN,
-    FAINT,
-    INK,
-    QUIET,
-    STYLE,
-    TREE,
-    Name,
-    Place,
-    begin_figure,
-    write,
-    write_beside,
-    write_svg,
-)
+from eval.drawing import CHAIN, TREE, Name, Place, write, write_beside
 from recipes.errors import UserError, run_command
+from recipes.pictures import FAINT, INK, QUIET, STYLE, begin_figure, write_svg
 
 Curve = Mapping[int, float]
 """Optimizer step -> value, ascending."""

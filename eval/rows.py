@@ -21,22 +21,10 @@ from rich.console import Console
 from typer import Option
 
 from eval.acceptance import Counts
-from eval.drawing import (
-    CHAIN,
-    FAINT,
-    QUIET,
-    STYLE,
-    TREE,
-    WIDTH_PX,
-    Name,
-    Place,
-    begin_figure,
-    write,
-    write_beside,
-    write_svg,
-)
+from eval.drawing import CHAIN, TREE, Name, Place, write, write_beside
 from recipes.errors import run_command
 from recipes.manifest import Count, Record, read_manifest
+from recipes.pictures import FAINT, QUIET, STYLE, WIDTH_PX, begin_figure, write_svg
 
 ABREAST = 2
 """Panels."""

@@ -18,9 +18,10 @@ from transformers import AutoTokenizer
 from data import summary
 from data.shard_counts import UNNAMED, count_answers, count_shards, count_there, find_quantile
 from data.shards import MANIFEST_NAME, Sequence, ShardWriter, shard_name, write_shard_file
-from data.summary_picture import draw, write_svg
+from data.summary_picture import draw
 from recipes.errors import UserError
 from recipes.manifest import ShardManifest, read_manifest, write_json
+from recipes.pictures import write_svg
 
 REPOSITORY = Path(__file__).parent.parent
 SOURCES = [["chat", "code", "chat"], ["code"], ["chat", "tools"]]

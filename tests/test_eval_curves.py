@@ -10,9 +10,10 @@ import pytest
 from drafters import REPOSITORY
 
 from eval.curves import TAGS, draw, read_curves
-from eval.drawing import spread, write_svg
+from eval.drawing import spread
 from eval.points import write_curves
 from recipes.errors import UserError
+from recipes.pictures import write_svg
 
 CHAIN, TREE, SIMULATED, TOKENS = (TAGS[name] for name in ("chain", "tree", "simulated", "tokens_per_step"))
 RUN = {

@@ -15,10 +15,10 @@ from matplotlib.container import ErrorbarContainer
 from objective_scores import Way, count, estimate
 
 from eval.acceptance import Counts
-from eval.drawing import write_svg
 from eval.rows import SERIES, HeadsReport, draw
 from recipes.errors import UserError
 from recipes.manifest import read_manifest, write_json
+from recipes.pictures import write_svg
 from serve.generation import Answer
 
 BLOCK_SIZE = 8
