@@ -1,6 +1,6 @@
 """A conversation as the target answers it, one event after the other, and what of it makes sequences.
 
-Called by data/shard_maker.py, which has the engine.
+Called by data/batch.py, which has the engine.
 """
 
 import hashlib
@@ -42,6 +42,11 @@ class Dialogue:
         self._events: list[Event] = []
         self._answers: list[Answer] = []
 
+    @property
+    def goes_on(self) -> bool:
+        """With another turn, if the answer to the request is one to go on from."""
+        return len(self._said) + 1 < self.prompt.num_turns
+
     def add(self, answer: Answer) -> None:
         """To the request."""
         assert self.request is not None, self.prompt.id
@@ -50,9 +55,9 @@ class Dialogue:
         if fault is None:
             self._events.append(event)
             self._answers.append(answer)
-        is_last = len(self._said) + 1 == self.prompt.num_turns
+        goes_on = self.goes_on
         self.request = None
-        if fault is None and not is_last:
+        if fault is None and goes_on:
             fault = "truncated" if is_truncated(answer) else self._go_on(event)
         self.reason = fault
 
@@ -100,7 +105,7 @@ class Dialogue:
 class Reading:
     """A given text, whose states are read; beside dialogues it is one that asks nothing."""
 
-    request: Request | None = None
+    goes_on = False
 
     def __init__(self, prompt: Rendered) -> None:
         self.prompt = prompt
@@ -108,10 +113,10 @@ class Reading:
         """As a dialogue's; until its states are there."""
         self._hidden: torch.Tensor | None = None
 
-    def add_states(self, hidden: torch.Tensor | None) -> None:
-        """[tokens - 1, taps x hidden size]; None where the engine gave the text up."""
-        self._hidden = hidden
-        self.reason = None if hidden is not None else "incomplete"
+    def add(self, answer: Answer) -> None:
+        """Its states alone, None where the engine gave the text up."""
+        self._hidden = answer.hidden
+        self.reason = None if is_whole(answer) else "incomplete"
 
     def sequences(self) -> list[Kept]:
         """One, or none where the states are not there."""

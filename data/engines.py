@@ -1,14 +1,15 @@
 """The data phase's engines: processes that share out the prompts, each with its own copy of the target.
 
-An engine takes the next group when it is done with one.  It ends with this process, however that dies, and
-its failure becomes ours.
+An engine takes the next group once it has begun all prompts of one, so that its batch stays full; with every
+other job it waits until nothing runs.  It ends with this process, however that dies, and its failure becomes
+ours.
 """
 
 import os
 import signal
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -30,6 +31,8 @@ from serve.generation import Drafting
 from serve.lifetime import follow_parent
 
 _PATIENCE_S = 10.0
+_MOST_UNWRITTEN = 2
+"""Shards of an engine whose states are on their way; recipes/needs.py counts the disk for them."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Advanced:
 
 @dataclass(frozen=True)
 class Free:
-    """It can take the next job: what it generated is being written."""
+    """It can take the next job: all prompts of its shards were begun, and no more than one is unwritten."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ Event = Advanced | Free | Done
 
 
 class Engine:
-    """A process that does one job at a time, but for shards, which are written beside the next job."""
+    """A process that does one job at a time, but for shards, which overlap with the next one."""
 
     def __init__(
         self,
@@ -167,28 +170,32 @@ def tell_all(engines: Sequence[Engine], job: Job) -> None:
 
 
 def share_out(engines: Sequence[Engine], jobs: Sequence[Job]) -> Iterator[Event]:
-    """What happens, as it happens, until all jobs are done."""
+    """What happens, as it happens, until all jobs are done.
+
+    A shard goes to the engine that asks first: of all it has the least to do before it can begin with it.
+    """
     left = deque(jobs)
-    undone: Counter[Engine] = Counter()
+    promised: Counter[Engine] = Counter()
+    """Events to come, steps apart: of a shard that its engine is free, and that it is made; of others one."""
 
     def begin_next(engine: Engine) -> None:
         if left:
-            engine.begin(left.popleft())
-            undone[engine] += 1
+            job = left.popleft()
+            engine.begin(job)
+            promised[engine] += 2 if isinstance(job, Work) else 1
 
     for each in engines:
         begin_next(each)
-    while undone:
-        for engine in _those_with_news(list(undone)):
+    while promised:
+        for engine in _those_with_news(list(promised)):
             event = engine.hear()
             yield event
             if isinstance(event, Advanced):
                 continue
-            if not isinstance(event, Made):  # it was free before that
+            if not isinstance(event, Made):  # of which it tells that it is free
                 begin_next(engine)
-            if not isinstance(event, Free):
-                undone[engine] -= 1
-                undone += Counter()  # without those that have nothing to do
+            promised[engine] -= 1
+            promised += Counter()  # without those that have nothing to do
 
 
 def _those_with_news(engines: Sequence[Engine]) -> list[Engine]:
@@ -221,17 +228,54 @@ def _do_jobs(
 def _do_all(line: "Line", maker: ShardMaker) -> None:
     """Raises EOFError once no job will come."""
     with ThreadPoolExecutor(1, "shard") as writer:
-        written: Future[None] | None = None
+        bench = _Bench(line, maker, writer)
         while True:
-            job = line.hear()
-            shard = maker.generate(job.number, job.prompts) if isinstance(job, Work) else None
-            if written is not None:
-                written.result()  # one at a time; its failure is told already
-            if shard is None:
-                line.tell(_do(job, maker))
+            if bench.is_idle or (bench.is_free and line.has_news()):
+                bench.take(line.hear())
             else:
-                line.tell(Free())
-                written = writer.submit(line.tell_of, partial(maker.write, shard))
+                bench.step()
+
+
+class _Bench:
+    """What an engine is at: shards, at most `_MOST_UNWRITTEN`, or a job of another kind."""
+
+    def __init__(self, line: "Line", maker: ShardMaker, writer: Executor) -> None:
+        self._line, self._maker, self._writer = line, maker, writer
+        self._writing: list[Future[None]] = []
+        self.is_free = True
+        """And the parent knows it."""
+
+    @property
+    def is_idle(self) -> bool:
+        return self.is_free and not self._maker.num_open
+
+    def take(self, job: Job) -> None:
+        if isinstance(job, Work):
+            self._maker.begin(job.number, job.prompts)
+            self.is_free = False
+            return
+        while self._maker.num_open:
+            self.step()
+        self._wait_for_writer(most=0)
+        self._line.tell(_do(job, self._maker))
+
+    def step(self) -> None:
+        """One of the engine; what is generated goes to the writer, and the parent hears of room."""
+        for shard in self._maker.step():
+            write = partial(self._maker.write, shard)
+            self._writing.append(self._writer.submit(self._line.tell_of, write))
+        if not self._maker.num_open:
+            self._wait_for_writer(most=_MOST_UNWRITTEN - 1)
+        self._writing = [each for each in self._writing if not each.done()]
+        has_room = self._maker.num_open + len(self._writing) < _MOST_UNWRITTEN
+        if not self.is_free and has_room and self._maker.wants_more:
+            self._line.tell(Free())
+            self.is_free = True
+
+    def _wait_for_writer(self, most: int) -> None:
+        """Until it has no more shards than that; it told of its failures."""
+        while len(self._writing) > most:
+            self._writing.pop(0).result()
 
 
 class Line:
@@ -240,7 +284,12 @@ class Line:
     def __init__(self, parent: Connection) -> None:
         self._parent, self._turn = parent, Lock()
 
+    def has_news(self) -> bool:
+        """A job is there, or none will come."""
+        return self._parent.poll()
+
     def hear(self) -> Job:
+        """Waits."""
         return self._parent.recv()
 
     def tell(self, event: Event | Exception) -> None:
@@ -255,11 +304,9 @@ class Line:
             self.tell(error)
 
 
-def _do(job: Job, maker: ShardMaker) -> Done:
+def _do(job: Measurement | Swap | Command, maker: ShardMaker) -> Pulse | Obeyed:
     if isinstance(job, Measurement):
         return maker.measure(job.prompts, job.sampling, is_chain=job.is_chain)
-    if isinstance(job, Work):
-        return maker.make(job.number, job.prompts)
     _obey(job, maker)
     return Obeyed()
 

@@ -1,6 +1,7 @@
 """Which prompts make which shard: rendered by the target's chat template, too long ones left out, in order.
 
-A shard's prompts are known before any is answered, so a shard made again is the same shard.
+A shard's prompts are known before any is answered, so a shard made again has the same ones in the same order.
+Its answers may part from the earlier ones at near-ties: they had other company in the engine's batch.
 """
 
 from collections import Counter

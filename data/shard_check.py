@@ -1,7 +1,8 @@
 """What must hold of a shard's states before it is written: each is the target's own, of its token.
 
-- Some sequences of each shard are read again, each alone, by a prefill in the same engine: had generating in
-  company, in steps or by drafts given a token another's states, they would differ.
+- Some sequences of each shard are read again, one at a time, by a prefill in the same engine, beside what it
+  answers then: had generating in company, in steps or by drafts given a token another's states, they would
+  differ.
 - The first sequences that an engine makes, at its start and after a swap, are compared with the transformers
   model: an engine that taps another layer does so each time.
 - All states are looked through for zeros and for another text's; transformers says whether these are right.
@@ -21,7 +22,7 @@ from recipes.errors import MachineError
 from recipes.schema import Recipe
 
 Read = Callable[[Sequence[Sequence[int]]], Sequence[torch.Tensor | None]]
-"""As `serve.generation.CapturingEngine.read`."""
+"""As `data.batch.Batch.read`."""
 
 
 class ShardCheck:
@@ -86,7 +87,7 @@ class ShardCheck:
         return (reference.compute_taps(text)[:-1] for text in texts)
 
     def _read_again(self, texts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """One at a time: what went wrong in company cannot go wrong in the same way."""
+        """One at a time, in other company: what went wrong in company cannot go wrong in the same way."""
         for text in texts:
             (hidden,) = self._read([text.tolist()])
             if hidden is None:

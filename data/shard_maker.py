@@ -4,7 +4,6 @@ Runs in a process of its own (`data.engines` starts it and hears of what it did)
 business.
 """
 
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from data import shards
+from data.batch import Batch, OnStep, OpenShard
 from data.check_taps import NamedSequence
 from data.dialogue import Dialogue, Reading
 from data.groups import Rendered
@@ -21,7 +21,7 @@ from data.shards import write_shard_file
 from recipes.errors import UserError
 from recipes.manifest import Pulse, ShardEntry
 from recipes.schema import Recipe, Sampling
-from serve.generation import Answer, CapturingEngine, Drafting, OnStep, Request
+from serve.generation import Answer, CapturingEngine, Drafting, Request
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Made:
     request_steps: int
     """Over the answers: steps in which one grew."""
     engine_steps: int
-    """Of generating; most advance several answers."""
+    """Of generating; most advance several answers.  Each is one shard's, as `data.batch.Batch` says."""
     read_tokens: int
     """Of given texts."""
     seconds: float
-    """Of generating."""
+    """Of generating: of those steps."""
     finish_reasons: Mapping[str, int]
     least_cosines: Mapping[int, float]
     """By tapped layer, over the states that were compared; empty where none was."""
@@ -67,15 +67,16 @@ class Unwritten:
 
 
 class ShardMaker:
-    """A capturing engine and where its shards go.  Each is checked before it is written."""
+    """A capturing engine and where its shards go, of which several may be open.
+
+    Each is checked before it is written.
+    """
 
     def __init__(
         self, recipe: Recipe, folder: Path, spool: Path, on_step: OnStep, drafting: Drafting | None = None
     ) -> None:
         self._recipe = recipe
         self._folder = folder
-        self._on_step = on_step
-        self._engine_steps = 0
         layers = recipe.drafter.target_layer_ids
         sleeps = drafting is not None and recipe.rounds.engines_sleep
         final_states = recipe.data.final_states
@@ -88,7 +89,8 @@ class ShardMaker:
             final_states=final_states,
             sleeps=sleeps,
         )
-        self._check = ShardCheck(recipe, self._engine.read)
+        self._batch = Batch(recipe, self._engine, on_step)
+        self._check = ShardCheck(recipe, self._batch.read)
         self._template: ChatTemplate | None = None
 
     def swap(self, ckpt: Path) -> None:
@@ -106,35 +108,53 @@ class ShardMaker:
     def measure(self, prompts: Sequence[Rendered], sampling: Sampling, *, is_chain: bool) -> Pulse:
         """What the engine accepts on these prompts, whose answers are kept nowhere."""
         requests = [Request(prompt.token_ids, prompt.seed) for prompt in prompts]
-        answers = self._engine.answer(requests, sampling, lambda *_: None, is_chain=is_chain)
+        answers = self._engine.answer(requests, sampling, is_chain=is_chain)
         return count_pulse(answers, sampling.temperature, is_chain=is_chain)
 
     def make(self, number: int, prompts: Sequence[Rendered]) -> Made:
-        return self.write(self.generate(number, prompts))
+        """From its first prompt to its file, with no other shard beside it."""
+        self.begin(number, prompts)
+        while not (generated := self.step()):
+            pass
+        (shard,) = generated
+        return self.write(shard)
 
-    def generate(self, number: int, prompts: Sequence[Rendered]) -> Unwritten:
-        """Answers every turn, and reads given texts.
+    @property
+    def num_open(self) -> int:
+        """Shards that were begun and are not generated yet."""
+        return self._batch.num_open
+
+    @property
+    def wants_more(self) -> bool:
+        """All that the open shards can ask the engine now was begun."""
+        return self._batch.wants_more
+
+    def begin(self, number: int, prompts: Sequence[Rendered]) -> None:
+        """Opens a shard; the prompts of an earlier one are begun before its own."""
+        self._batch.add(OpenShard(number, [self._begin(prompt) for prompt in prompts]))
+
+    def step(self) -> list[Unwritten]:
+        """One step of the engine for the open shards; those that are generated with it.
 
         States stay in the spool's files, which have no names any more, for as long as what is returned lives.
         """
-        start, steps_before = time.monotonic(), self._engine_steps
-        dialogues = [self._begin(prompt) for prompt in prompts]
-        answers = self._answer_all([each for each in dialogues if isinstance(each, Dialogue)])
-        self._read_all([each for each in dialogues if isinstance(each, Reading)])
-        seconds = time.monotonic() - start
-        kept = [each for dialogue in dialogues for each in dialogue.sequences()]
+        self._batch.step()
+        return [self._close(shard) for shard in self._batch.take_generated()]
+
+    def _close(self, shard: OpenShard) -> Unwritten:
+        kept = [each for dialogue in shard.dialogues for each in dialogue.sequences()]
         named = [each.named for each in kept]
         made = partial(
             Made,
-            emitted_tokens=sum(len(answer.token_ids) for answer in answers),
-            request_steps=sum(len(answer.chunks) for answer in answers),
-            engine_steps=self._engine_steps - steps_before,
-            read_tokens=sum(len(prompt.token_ids) for prompt in prompts if prompt.spans),
-            seconds=seconds,
-            finish_reasons=Counter(answer.finish_reason for answer in answers),
+            emitted_tokens=sum(len(answer.token_ids) for answer in shard.answers),
+            request_steps=sum(len(answer.chunks) for answer in shard.answers),
+            engine_steps=shard.engine_steps,
+            read_tokens=sum(len(each.prompt.token_ids) for each in shard.dialogues if each.prompt.spans),
+            seconds=shard.seconds,
+            finish_reasons=Counter(answer.finish_reason for answer in shard.answers),
         )
-        again = self._check.compare_again(number, named, [each.accepted for each in kept])
-        return Unwritten(number, named, count_losses(dialogues), again, made)
+        again = self._check.compare_again(shard.number, named, [each.accepted for each in kept])
+        return Unwritten(shard.number, named, count_losses(shard.dialogues), again, made)
 
     def write(self, shard: Unwritten) -> Made:
         """Looks through it first.  The engine may go on meanwhile, in another thread."""
@@ -153,47 +173,11 @@ class ShardMaker:
             return Reading(prompt)
         return Dialogue(prompt, self._recipe.data, self._template_for(prompt))
 
-    def _read_all(self, readings: Sequence[Reading]) -> None:
-        if not readings:
-            return
-        texts = [reading.prompt.token_ids for reading in readings]
-        mean = sum(map(len, texts)) / len(texts)
-        states = self._engine.read(texts, lambda _, finished: self._on_step(round(mean * finished), finished))
-        for reading, hidden in zip(readings, states, strict=True):
-            reading.add_states(hidden)
-
     def _template_for(self, prompt: Rendered) -> ChatTemplate | None:
         """Loaded once, where it is needed at all."""
         if self._template is None and prompt.num_turns > 1:
             self._template = load_chat_template(self._recipe.target)
         return self._template
-
-    def _answer_all(self, dialogues: Sequence[Dialogue]) -> list[Answer]:
-        """All first events together, then all second ones, until every dialogue has ended."""
-        found = []
-        while asking := [dialogue for dialogue in dialogues if dialogue.request is not None]:
-            for dialogue, answer in zip(asking, self._answer(asking), strict=True):
-                dialogue.add(answer)
-                found.append(answer)
-        return found
-
-    def _answer(self, asking: Sequence[Dialogue]) -> list[Answer]:
-        """One event of each, in their order; those of the same sampling at a time."""
-        samplings = [self._choose_sampling(dialogue.prompt) for dialogue in asking]
-        answers: dict[int, Answer] = {}
-        for sampling in dict.fromkeys(samplings):
-            alike = [number for number, chosen in enumerate(samplings) if chosen == sampling]
-            requests = [request for number in alike if (request := asking[number].request) is not None]
-            found = self._engine.answer(requests, sampling, self._step)
-            answers |= zip(alike, found, strict=True)
-        return [answers[number] for number in range(len(asking))]
-
-    def _step(self, new_tokens: int, finished_answers: int) -> None:
-        self._engine_steps += 1
-        self._on_step(new_tokens, finished_answers)
-
-    def _choose_sampling(self, prompt: Rendered) -> Sampling:
-        return self._recipe.data.sampling_of(prompt.source).choose(prompt.seed)
 
 
 def count_losses(dialogues: Sequence[Dialogue | Reading]) -> Losses:

@@ -74,7 +74,7 @@ def _disk_rows(job: Job) -> Iterator[Row]:
     yield _shards_at_once(job)
     engines = recipe.data.engines
     words = f"{times(engines, 'engines')}2 shards x {job.shard_tokens:,} tokens x {job.tap_bytes:,} bytes"
-    # of the one that is generated and the one that is written
+    # data/engines.py: two that are generated, or one that is and one that is written
     yield Row("captured states on their way", words, 2 * engines * job.shard_tokens * job.tap_bytes)
     published, state = saved_bytes(recipe.train)
     keep, drafting = recipe.train.keep_checkpoints, int(job.is_ahead)

@@ -9,7 +9,7 @@ first token or not at all.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,9 @@ class CaptureSink:
         """Their files will be there after `wait`."""
         self._give(self._spool.finish, list(request_ids))
 
-    def flush(self) -> None:
-        """Finishes every request."""
-        self._give(self._spool.finish_all)
+    def flush(self, names: Collection[str] | None = None) -> None:
+        """Finishes requests that ended, by their external ids, or every one: their files are there."""
+        self._give(self._spool.finish_named, names)
         self.wait()
 
     def wait(self, most: int = 0) -> None:

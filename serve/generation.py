@@ -1,15 +1,15 @@
 """The target in this process, generating with capture: token ids in, the target's text and tap states out.
 
 Given texts are read: prefilled, for their tap states alone.  With a drafter an answer takes fewer steps;
-another drafter may take its place between two calls, and the engine may sleep, its GPU left to others.
+another drafter may take its place while nothing runs, and the engine may sleep, its GPU left to others.
 
 The environment must be the engine's (`serve.engine.child_environment`) before an engine starts: vLLM reads it
-when it is imported.  Called by data/shard_maker.py.
+when it is imported.  Called by data/shard_maker.py and data/batch.py.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,35 @@ class Drafting:
     """Nodes of a tree; None: the chain."""
 
 
+@dataclass(frozen=True)
+class Step:
+    """What one step of an engine did."""
+
+    grown: Mapping[int, int]
+    """Of each request that it gave something, by number: new tokens."""
+    ended: Sequence[int]
+    """Numbers of requests."""
+
+
+@dataclass
+class _Job:
+    """A request under way, or not yet collected."""
+
+    prompt: Sequence[int]
+    chunks: list[int] = field(default_factory=list)
+    output: Any = None
+    """vLLM's, once it ended."""
+
+
 WHOLE_ENDS = ("stop", "length")
 """Finish reasons of an answer that ended by itself; vLLM's others are "abort", "error" and "repetition"."""
-OnStep = Callable[[int, int], None]
-"""Called after each step of an engine with its new tokens and finished answers."""
 
 
 class CapturingEngine:
-    """One engine and the spool its captured states pass through, which is empty between two calls."""
+    """One engine and the spool its captured states pass through, a file a request until it is collected.
+
+    Requests may begin at any time; a swap and a sleep wait until none runs.
+    """
 
     def __init__(
         self,
@@ -82,6 +103,9 @@ class CapturingEngine:
         """final_states: what the target's head reads is captured as one more tap.  sleeps: it can be laid to
         sleep, for which vLLM keeps its memory in pools of another kind."""
         self._spool = spool
+        self._jobs: dict[int, _Job] = {}
+        self.num_begun = 0
+        """Requests so far; the number of the next one."""
         capture = capture_options(target_layer_ids, final_states=final_states)
         self._engine = _start_engine(target, serve, capture, drafting, sleeps=sleeps)
         self._call_workers("start_capture", str(spool))
@@ -101,65 +125,72 @@ class CapturingEngine:
         self._engine.wake_up()
 
     def answer(
-        self,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        on_step: OnStep,
-        *,
-        is_chain: bool = False,
+        self, requests: Sequence[Request], sampling: Sampling, *, is_chain: bool = False
     ) -> list[Answer]:
-        """Answers all requests together, in their order.  is_chain: with chains in place of trees."""
+        """Answers all requests together, in their order."""
+        return self._await([self.begin(request, sampling, is_chain=is_chain) for request in requests])
+
+    def read(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor | None]:
+        """The tap states of given texts: of each [its tokens - 1, taps x hidden size], as `Answer.hidden`."""
+        return [answer.hidden for answer in self._await([self.begin_reading(text) for text in texts])]
+
+    def begin(self, request: Request, sampling: Sampling, *, is_chain: bool = False) -> int:
+        """Its number, which no other has; steps answer it.  is_chain: with chains in place of trees."""
         options = {"extra_args": CHAIN_REQUEST} if is_chain else {}
-        jobs = [
-            (request.token_ids, _sampling_params(sampling, request.seed, options)) for request in requests
-        ]
-        return self._generate(jobs, on_step)
+        return self._add(request.token_ids, _sampling_params(sampling, request.seed, options))
 
-    def read(
-        self, texts: Sequence[Sequence[int]], on_step: OnStep = lambda *_: None
-    ) -> list[torch.Tensor | None]:
-        """The tap states of given texts: of each [its tokens - 1, taps x hidden size], as `Answer.hidden`.
+    def begin_reading(self, text: Sequence[int]) -> int:
+        """As a request that is prefilled, also where the engine drafts; what it samples is kept nowhere.
 
-        Prefilled together, also where the engine drafts; what it samples after a text is kept nowhere.  A
-        text has at least two tokens, at most the engine's max_model_len.
+        A text has at least two tokens, at most the engine's max_model_len.
         """
         # the last token has no row, and without it the longest text leaves room for the one that is sampled
-        one_token = _sampling_params(Sampling(max_tokens=1), 0, {})
-        answers = self._generate([(text[:-1], one_token) for text in texts], on_step)
-        return [answer.hidden for answer in answers]
+        return self._add(text[:-1], _sampling_params(Sampling(max_tokens=1), 0, {}))
 
-    def _generate(self, jobs: Sequence[tuple[Sequence[int], Any]], on_step: OnStep) -> list[Answer]:
-        """Answers to prompts, each with its sampling parameters."""
-        for number, (prompt, params) in enumerate(jobs):
-            self._engine.add_request(str(number), {"prompt_token_ids": list(prompt)}, params)
-        chunks: list[list[int]] = [[] for _ in jobs]
-        outputs = {int(output.request_id): output.outputs[0] for output in self._run(chunks, on_step)}
-        self._call_workers("flush_capture")
-        return [
-            self._collect(number, prompt, outputs[number], chunks[number])
-            for number, (prompt, _) in enumerate(jobs)
-        ]
+    def step(self) -> Step:
+        """One, of all requests that were begun and did not end."""
+        assert self._engine.has_unfinished_requests(), "nothing runs"
+        grown: dict[int, int] = {}
+        ended = []
+        for output in self._engine.step():
+            job = self._jobs[number := int(output.request_id)]
+            if new_tokens := len(output.outputs[0].token_ids) - sum(job.chunks):
+                job.chunks.append(new_tokens)
+                grown[number] = new_tokens
+            if output.finished:
+                job.output = output.outputs[0]
+                ended.append(number)
+        return Step(grown, ended)
 
-    def _run(self, chunks: list[list[int]], on_step: OnStep) -> Iterator[Any]:
-        """Steps until nothing is left; yields each request's last output."""
-        while self._engine.has_unfinished_requests():
-            outputs = self._engine.step()
-            new_tokens = 0
-            for output in outputs:
-                of_request = chunks[int(output.request_id)]
-                grown = len(output.outputs[0].token_ids) - sum(of_request)
-                new_tokens += grown
-                if grown:
-                    of_request.append(grown)
-            finished = [output for output in outputs if output.finished]
-            on_step(new_tokens, len(finished))
-            yield from finished
+    def has_ended(self, number: int) -> bool:
+        """And was not collected."""
+        return self._jobs[number].output is not None
 
-    def _collect(self, number: int, prompt: Sequence[int], output: Any, chunks: Sequence[int]) -> Answer:
-        text = [*prompt, *output.token_ids]
-        hidden = self._take_states(number, text)
+    def collect(self, numbers: Sequence[int]) -> list[Answer]:
+        """Of ended requests, which the engine forgets; others may run on.  Waits for their states' files."""
+        if numbers:
+            self._call_workers("flush_capture", [str(number) for number in numbers])
+        return [self._take_answer(number) for number in numbers]
+
+    def _await(self, numbers: Sequence[int]) -> list[Answer]:
+        while not all(map(self.has_ended, numbers)):
+            self.step()
+        return self.collect(numbers)
+
+    def _add(self, prompt: Sequence[int], params: Any) -> int:
+        number = self.num_begun
+        self.num_begun += 1
+        self._jobs[number] = _Job(prompt)
+        self._engine.add_request(str(number), {"prompt_token_ids": list(prompt)}, params)
+        return number
+
+    def _take_answer(self, number: int) -> Answer:
+        job = self._jobs.pop(number)
+        output = job.output
+        assert output is not None, f"request {number} still runs"
+        hidden = self._take_states(number, [*job.prompt, *output.token_ids])
         is_whole = output.finish_reason in WHOLE_ENDS and hidden is not None
-        return Answer(list(output.token_ids), output.finish_reason, hidden if is_whole else None, chunks)
+        return Answer(list(output.token_ids), output.finish_reason, hidden if is_whole else None, job.chunks)
 
     def _take_states(self, number: int, text: Sequence[int]) -> torch.Tensor | None:
         """Cuts the captured rows to the text: the engine may have computed its last token, or beyond it."""
@@ -172,7 +203,7 @@ class CapturingEngine:
         assert of_text == text[: len(of_text)], f"request {number}: its states are of another text"
         return hidden[:rows] if len(hidden) >= rows else None
 
-    def _call_workers(self, method: str, *arguments: str) -> list[Any]:
+    def _call_workers(self, method: str, *arguments: Any) -> list[Any]:
         try:
             return self._engine.collective_rpc(method, args=arguments)
         except NotImplementedError as absent:

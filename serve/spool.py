@@ -7,7 +7,7 @@ Shapes: T=tokens of the step  R=requests of the step  H=hidden size  W=taps x H 
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
@@ -156,9 +156,9 @@ class Spool:
             self.num_sequences += 1
             self.num_tokens += rows.count
 
-    def finish_all(self) -> None:
-        """An engine tells of its last requests only in a step that may never come."""
-        self.finish(list(self._rows))
+    def finish_named(self, names: Collection[str] | None) -> None:
+        """By their external ids; None: all.  The engine tells of it a step later, which may never come."""
+        self.finish([each for each in self._rows if names is None or external_id(each) in names])
 
     def discard(self) -> None:
         """Removes the files of requests that still run."""

@@ -13,6 +13,7 @@ import json
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -88,8 +89,7 @@ def write_weights(ckpt: Path) -> None:
 
 class Bench:
     def __init__(self, folder: Path, kind: str, work: Work) -> None:
-        from data.dialogue import Dialogue  # noqa: PLC0415 - once the environment is right
-        from data.groups import Rendered  # noqa: PLC0415
+        from data.groups import Rendered  # noqa: PLC0415 - once the environment is right
         from data.shard_maker import ShardMaker  # noqa: PLC0415
         from serve import generation  # noqa: PLC0415
 
@@ -102,12 +102,12 @@ class Bench:
         drafting = generation.Drafting(self._ckpt, 15) if kind.startswith("trees") else None
         self._maker = ShardMaker(self._recipe, shards, shards / "spool", lambda *_: None, drafting)
         self._count = 0
-        self._rendered, self._dialogue = Rendered, Dialogue
+        self._rendered, self._request = Rendered, generation.Request
 
     def answer(self) -> tuple[float, int]:
         """(seconds, emitted tokens) of generating."""
         start = time.perf_counter()
-        answers = self._maker._answer(self._dialogues())
+        answers = self._answer_all()
         return time.perf_counter() - start, sum(len(each.token_ids) for each in answers)
 
     def make(self) -> tuple[float, int, float]:
@@ -118,11 +118,12 @@ class Bench:
         start = time.perf_counter()
         with ThreadPoolExecutor(1) as writer:
             written: list[Future[Any]] = []
-            for number in range(self._work.shards):
-                shard = self._maker.generate(number, self._prompts())
-                if written:
-                    written[-1].result()
-                written.append(writer.submit(self._maker.write, shard))
+            left = deque(range(self._work.shards))
+            while left or self._maker.num_open:
+                if left and self._maker.num_open < 2 and self._maker.wants_more:
+                    self._maker.begin(left.popleft(), self._prompts())
+                for shard in self._maker.step():
+                    written.append(writer.submit(self._maker.write, shard))
             seconds = time.perf_counter() - start
             made = [each.result() for each in written]
             last = time.perf_counter() - start - seconds
@@ -148,19 +149,19 @@ class Bench:
 
         Alike: the share of texts that are as they were before.
         """
-        before = self._maker._answer(self._dialogues())
+        before = self._answer_all()
         seconds = {}
         for _ in range(2):
             seconds |= {"awake_gib": used_gib(), "sleep_s": _seconds(self._maker.sleep)}
             seconds |= {"asleep_gib": used_gib(), "wake_s": _seconds(self._maker.wake)}
         self._count -= 1
-        after = self._maker._answer(self._dialogues())
+        after = self._answer_all()
         alike = [a.token_ids == b.token_ids for a, b in zip(before, after, strict=True)]
         return seconds | {"alike": sum(alike) / len(alike)}
 
-    def _dialogues(self) -> list[Any]:
-        """Of one turn each."""
-        return [self._dialogue(prompt, self._recipe.data, None) for prompt in self._prompts()]
+    def _answer_all(self) -> list[Any]:
+        requests = [self._request(prompt.token_ids, prompt.seed) for prompt in self._prompts()]
+        return self._maker._engine.answer(requests, self._recipe.data.sampling_of("").choose(0))
 
     def _prompts(self) -> list[Any]:
         """Others each time."""

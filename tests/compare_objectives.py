@@ -280,7 +280,7 @@ def begin_drafting(
 
 def measure(engine: CapturingEngine, requests: Sequence[Request], recipe: Recipe, way: Way) -> Counts:
     sampling = Sampling(temperature=way.temperature, max_tokens=recipe.eval.max_tokens)
-    return count(engine.answer(requests, sampling, lambda *_: None, is_chain=way.budget is None))
+    return count(engine.answer(requests, sampling, is_chain=way.budget is None))
 
 
 # The result

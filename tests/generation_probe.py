@@ -69,11 +69,22 @@ def tell_ways(engine: CapturingEngine, prompts: Sequence[Rendered]) -> dict[str,
     told: dict[str, Any] = {"answers": {}, "read": {}, "moves": {}}
     for way, (sampling, is_chain) in WAYS.items():
         with counted_moves() as moves:
-            told["answers"][way] = engine.answer(requests, sampling, lambda *_: None, is_chain=is_chain)
+            told["answers"][way] = engine.answer(requests, sampling, is_chain=is_chain)
         told["moves"][way] = sum(moves)
     for way, answers in told["answers"].items():
         told["read"][way] = engine.read(texts_of(prompts, answers))
     return told
+
+
+def tell_one_by_one(engine: CapturingEngine, prompts: Sequence[Rendered]) -> list[Answer]:
+    """Each is collected in the step it ends with, while others run; in the order of the prompts."""
+    sampling, _ = WAYS["greedy"]
+    running = [engine.begin(Request(prompt.token_ids, prompt.seed), sampling) for prompt in prompts]
+    answers: dict[int, Answer] = {}
+    while len(answers) < len(running):
+        ended = engine.step().ended
+        answers |= zip(ended, engine.collect(ended), strict=True)
+    return [answers[number] for number in running]
 
 
 def tell_longest(engine: CapturingEngine, prompts: Sequence[Rendered]) -> dict[str, Any]:
@@ -107,7 +118,7 @@ def tell_sleep(engine: CapturingEngine, prompts: Sequence[Rendered]) -> dict[str
 
 def answer_greedily(engine: CapturingEngine, prompts: Sequence[Rendered]) -> list[Answer]:
     requests = [Request(prompt.token_ids, prompt.seed) for prompt in prompts]
-    return engine.answer(requests, WAYS["greedy"][0], lambda *_: None)
+    return engine.answer(requests, WAYS["greedy"][0])
 
 
 def tell_faults(engine: CapturingEngine, prompts: Sequence[Rendered], folder: Path) -> dict[str, Any]:
@@ -132,8 +143,8 @@ def tell_faults(engine: CapturingEngine, prompts: Sequence[Rendered], folder: Pa
     for shift in () if is_cuda() else (1, -1):  # a GPU's graphs hold the taps
         fault = lambda shift=shift: other_taps(engine, TAPS, shift)  # noqa: E731
         said[f"taps {shift:+}"] = make_with(fault, fresh, 2, prompts)[1]
-    lost = make_with(lambda: lost_rows("1", count=30), maker, 3, prompts)[0]
-    gone = make_with(lambda: lost_request("2"), maker, 4, prompts)[0]
+    lost = make_with(lambda: lost_rows(f"{engine.num_begun + 1}", count=30), maker, 3, prompts)[0]
+    gone = make_with(lambda: lost_request(f"{engine.num_begun + 2}"), maker, 4, prompts)[0]
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     return {"said": said, "files": files, "whole": whole, "lost": lost, "gone": gone}
 
@@ -159,6 +170,7 @@ def main(dtype: str, out: str) -> None:
             target_in(dtype), SERVE, TAPS, folder / "spool", drafting, final_states=True, sleeps=is_cuda()
         )
         told = {"prompts": [prompt.token_ids for prompt in prompts], **tell_ways(engine, prompts)}
+        told["one by one"] = tell_one_by_one(engine, prompts)
         told["longest"] = tell_longest(engine, prompts)
         if is_cuda():
             told |= tell_sleep(engine, prompts)

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -26,9 +27,10 @@ from typing import Any
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - seconds, that each life would take
 import torch
 from loop_lives import SMALL_RECIPE
+from stepping_stub import SteppingStub
 
 from data import engines, filling, host, shard_maker
-from data.engines import Job
+from data.engines import Job, Work
 from data.rounds import read_round
 from data.shard_maker import ShardMaker
 from data.shard_plan import make_plan
@@ -48,7 +50,7 @@ VOCABULARY, HIDDEN, FIRST_TOKEN = 4096, 256, 10  # of the embedded target; token
 # In vLLM's place
 
 
-class StubEngine:
+class StubEngine(SteppingStub):
     """As `serve.generation.CapturingEngine`: answers depend on the prompt alone, states on the text."""
 
     def __init__(
@@ -62,6 +64,7 @@ class StubEngine:
         final_states: bool = False,
         sleeps: bool = False,
     ) -> None:
+        super().__init__()
         self._width = (len(target_layer_ids) + final_states) * HIDDEN
         self._spool, self._is_drafting = spool, drafting is not None
         self._sleeps, self._is_awake = sleeps, True
@@ -80,15 +83,16 @@ class StubEngine:
         assert not self._is_awake
         self._is_awake = True
 
-    def read(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    def read_together(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         assert self._is_awake
         return [self._states(text)[:-1] for text in texts]
 
-    def answer(
-        self, requests: Sequence[Request], sampling: Sampling, on_step: Any, *, is_chain: bool = False
+    def answer_together(
+        self, numbers: Sequence[int], requests: Sequence[Request], samplings: Sequence[Sampling]
     ) -> list[Answer]:
         assert self._is_awake
-        return [self._answer_one(str(number), each, sampling) for number, each in enumerate(requests)]
+        named = zip(map(str, numbers), requests, samplings, strict=True)
+        return [self._answer_one(*each) for each in named]
 
     def _answer_one(self, name: str, request: Request, sampling: Sampling) -> Answer:
         generator = torch.Generator().manual_seed(request.seed)
@@ -125,8 +129,15 @@ def one_engine(
 
 
 def do_all(makers: Sequence[ShardMaker], jobs: Sequence[Job]) -> Iterator[Any]:
-    for job in jobs:
-        yield engines._do(job, makers[0])
+    """Two shards at a time, as an engine of its own; any other job once none is open."""
+    maker, left = makers[0], deque(jobs)
+    while left or maker.num_open:
+        if left and isinstance(left[0], Work) and maker.num_open < 2 and maker.wants_more:
+            work = left.popleft()
+            maker.begin(work.number, work.prompts)
+        elif left and not maker.num_open:
+            yield engines._do(left.popleft(), maker)
+        yield from map(maker.write, maker.step())
 
 
 class DataPhaseHere:

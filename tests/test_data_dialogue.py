@@ -24,6 +24,7 @@ from data.skips import Skips
 from recipes.schema import Data, DataSampling, Sampling, Target
 from serve.generation import Answer, Request
 from tests.drafters import tiny_recipe
+from tests.stepping_stub import SteppingStub
 
 KINDS = ("plain", "stripping", "inserting", "strict")
 WIDTH = len(tiny_recipe().drafter.target_layer_ids) * 8
@@ -43,10 +44,11 @@ def talk(*asked: str, said: str = "given") -> Conversation:
     return make_conversation([each for pair in zip(users, between, strict=True) for each in pair][:-1])
 
 
-class Script:
-    """An engine that answers as it is told, by what the user asked last."""
+class Script(SteppingStub):
+    """An engine that answers as it is told, by what the user asked last, a token a step."""
 
     def __init__(self, tokenizer) -> None:
+        super().__init__()
         self._tokenizer = tokenizer
         self.says: dict[str, str] = {}
         """What was asked last -> the answer; else it is "to " and that."""
@@ -54,13 +56,16 @@ class Script:
         self.lost: set[str] = set()
         self.empty: set[str] = set()
         self.calls: list[list[tuple[str, int]]] = []
-        """Of each call, what was asked last and the seed."""
-        self.samplings: list[Sampling] = []
+        """Of each step that some began with, what was asked last and the seed."""
+        self.samplings: dict[str, Sampling] = {}
+        """By what was asked last."""
 
-    def answer(self, requests: Sequence[Request], sampling: Sampling, *_: object) -> list[Answer]:
+    def answer_together(
+        self, _numbers: Sequence[int], requests: Sequence[Request], samplings: Sequence[Sampling]
+    ) -> list[Answer]:
         asked = [self._read_last(request) for request in requests]
         self.calls.append([(text, request.seed) for text, request in zip(asked, requests, strict=True)])
-        self.samplings.append(sampling)
+        self.samplings |= zip(asked, samplings, strict=True)
         return [self._answer(request, text) for request, text in zip(requests, asked, strict=True)]
 
     def _read_last(self, request: Request) -> str:
@@ -74,7 +79,7 @@ class Script:
         states = None if asked in self.lost else states_of([*request.token_ids, *ids])
         return Answer(ids, "length" if asked in self.truncated else "stop", states, [1] * len(ids))
 
-    def read(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    def read_together(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         return [states_of(text) for text in texts]
 
 
@@ -137,10 +142,20 @@ def test_the_targets_own_answers_are_the_history_and_all_are_in_one_sequence(pla
     assert made.finish_reasons == {"stop": 3}
 
 
-def test_first_events_are_asked_together_then_second_ones_while_there_are_any(play):
-    _, engine, _ = play([talk("a"), talk("b", "c"), THREE, talk("d", "e")])
+def test_first_events_are_asked_together_and_each_next_one_once_its_answer_is_there(play):
+    says = {"b": "b b b b b b b b b b b b b b"}
+    _, engine, _ = play([talk("a"), talk("b", "c"), THREE, talk("d", "e")], says=says)
     asked = [[text for text, _ in call] for call in engine.calls]
-    assert asked == [["a", "b", "one", "d"], ["c", "two", "e"], ["three"]]
+    assert asked[0] == ["a", "b", "one", "d"]
+    assert asked[1:] == [["two", "e"], ["three"], ["c"]]
+
+
+def test_first_events_come_before_second_ones_where_there_is_no_room_for_all(play):
+    conversations = [talk("a", "b"), talk("c", "d"), talk("e")]
+    _, engine, found = play(conversations, "serve.max_num_seqs=1")
+    assert [[text for text, _ in call] for call in engine.calls] == [[text] for text in "acebd"]
+    assert max(map(len, engine.at_once)) == 1
+    assert [name for name, *_ in found] == [each.id for each in conversations]
 
 
 def test_seeds_differ_by_event_and_conversation_and_the_first_is_that_of_a_single_turn(play):
@@ -148,7 +163,9 @@ def test_seeds_differ_by_event_and_conversation_and_the_first_is_that_of_a_singl
     seeds = [seed for call in engine.calls for _, seed in call]
     assert len(set(seeds)) == 6
     prompt = Rendered(THREE.id, [])
-    assert [draw_seed(prompt, number) for number in range(3)] == [seeds[2], seeds[4], seeds[5]]
+    of_text = {text: seed for call in engine.calls for text, seed in call}
+    expected = [of_text[text] for text in ("one", "two", "three")]
+    assert [draw_seed(prompt, number) for number in range(3)] == expected
     assert draw_seed(prompt, 0) == prompt.seed
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -156,14 +173,10 @@ def test_seeds_differ_by_event_and_conversation_and_the_first_is_that_of_a_singl
 def test_a_conversation_keeps_its_temperature_over_its_turns(play):
     conversations = [talk(f"a{number}", f"b{number}") for number in range(8)]
     _, engine, found = play(conversations, "data.sampling.temperature=[0, 0.7]")
-    temperatures = [sampling.temperature for sampling in engine.samplings]
-    assert temperatures == [temperatures[0], 0.7 - temperatures[0]] * 2
-    of_text = {text[1]: at for at, call in zip(temperatures, engine.calls, strict=True) for text, _ in call}
-    first, second = engine.calls[:2], engine.calls[2:]
-    assert [[text[1] for text, _ in call] for call in first] == [
-        [text[1] for text, _ in call] for call in second
-    ]
-    assert len(of_text) == 8
+    of_text = {text: sampling.temperature for text, sampling in engine.samplings.items()}
+    assert len(of_text) == 16
+    assert set(of_text.values()) == {0, 0.7}
+    assert all(of_text[f"a{number}"] == of_text[f"b{number}"] for number in range(8))
     assert [name for name, *_ in found] == [each.id for each in conversations]
 
 
@@ -202,11 +215,8 @@ def test_each_source_is_sampled_in_its_own_way_and_counted_by_its_name(play, tmp
     ]
     settings = [f"data.prompts={json.dumps(MIXED)}", "data.sampling.max_tokens=11"]
     made, engine, found = play(conversations, *settings, name="inserting", says={"d": "r</think>d"})
-    asked = [
-        (sampling.temperature, sampling.max_tokens, [text for text, _ in call])
-        for sampling, call in zip(engine.samplings, engine.calls, strict=True)
-    ]
-    assert asked == [(0, 11, ["a", "f"]), (0.7, 9, ["c", "d"]), (0, 11, ["b"]), (0.7, 9, ["e"])]
+    asked = {text: (each.temperature, each.max_tokens) for text, each in engine.samplings.items()}
+    assert asked == dict.fromkeys("abf", (0, 11)) | dict.fromkeys("cde", (0.7, 9))
     texts = list(Shard(tmp_path / made.entry.file).read_texts(list(made.entry.sources)))
     sources = [each.source for each in texts]
     of_ids = {each.id: each.source for each in conversations}

@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data.outcome import count_cut
 from data.prompts import load_prompts
 from data.render import ChatTemplate
-from data.shards import MANIFEST_NAME, SPOOL_NAME, Sequence, Shards, open_shards, shard_name
+from data.shards import MANIFEST_NAME, SPOOL_NAME, Sequence, Shards, open_shards
 from recipes.load import load_recipe
 from recipes.manifest import ShardManifest, read_manifest
 from tests.drafters import EMBEDDED_TARGET, TINY_RECIPE
+from tests.near_ties import count_near_ties
 
 REPOSITORY = Path(__file__).parent.parent
 pytestmark = pytest.mark.engine
@@ -26,6 +27,7 @@ TURNS = [1, 2, 3, 3, 2, 3]
 AGAIN = {"role": "user", "content": "And now with a comment."}
 GIVEN = {"role": "assistant", "content": "This is not the target's."}
 END_OF_TURN = 2
+MOST_NEAR_TIES = 1  # of six texts; none was seen
 LIMIT_S = 400
 TAPS = load_recipe(TINY_RECIPE).drafter.target_layer_ids
 SETTINGS = {
@@ -133,25 +135,35 @@ def test_all_states_were_compared_and_are_the_transformers_models(run, sequences
         assert torch.cosine_similarity(found.float(), expected.float(), dim=-1).min() > 0.999
 
 
-def test_killed_between_two_turns_and_gone_on_with_it_makes_the_same_shards(run, shards, tmp_path):
-    unchecked = {"data.check_sequences": 0, "data.check_again": 0}
+def test_killed_between_two_turns_and_gone_on_with_it_makes_the_same_but_for_near_ties(
+    run, shards, sequences, tmp_path
+):
+    # an engine opens the third shard once one of the first two is whole
+    unchecked = {"data.check_sequences": 0, "data.check_again": 0, "data.engines": 1}
     again = command(tmp_path, run / "chats.jsonl", **unchecked)
     process = subprocess.Popen(again, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     manifest, spool = tmp_path / "shards" / MANIFEST_NAME, tmp_path / "shards" / SPOOL_NAME
     deadline = time.monotonic() + LIMIT_S
-    # something of a later shard is captured, which has no whole conversation yet
-    while not (manifest.exists() and shard_name(0) in manifest.read_text() and any(spool.glob("*/*"))):
+    # a shard is whole, and something of another is captured
+    while not (manifest.exists() and '"file"' in manifest.read_text() and any(spool.glob("*/*"))):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    kept = (tmp_path / "shards" / shard_name(0)).stat().st_mtime_ns
     begun = read_manifest(manifest, ShardManifest)
     assert 0 < len(begun.shards) < len(shards.manifest.shards)
+    first = tmp_path / "shards" / begun.shards[0].file
+    kept = first.stat().st_mtime_ns
     finish(again)
     ended = read_manifest(manifest, ShardManifest)
-    assert ended.shards == shards.manifest.shards
+    counted = [
+        [(entry.file, entry.sequences, entry.cut, entry.dropped) for entry in manifest.shards]
+        for manifest in (ended, shards.manifest)
+    ]
+    assert counted[0] == counted[1]
     assert ended.dropped == shards.manifest.dropped
-    assert (tmp_path / "shards" / shard_name(0)).stat().st_mtime_ns == kept
+    again = open_shards(tmp_path / "shards")
+    assert count_near_ties([again[index] for index in range(len(again))], sequences) <= MOST_NEAR_TIES
+    assert first.stat().st_mtime_ns == kept
     assert not spool.exists()

@@ -47,7 +47,7 @@ def test_on_a_cpu_they_share_the_threads_of_one(monkeypatch, threads, count, eac
     assert engines.share_devices(count, Serve()) == [{"OMP_NUM_THREADS": each}] * count
 
 
-# Shards are written beside the next job
+# Shards overlap and are written beside the next job
 
 
 class Scripted:
@@ -74,7 +74,7 @@ class Scripted:
 
 def made(number: int) -> Made:
     entry = ShardEntry(file=f"{number}", sha256="0" * 64, sequences=1, tokens=2, supervised_tokens=1)
-    return Made(entry, 1, 1, 1.0, {}, {})
+    return Made(entry, 1, 1, 1, 0, 1.0, {}, {})
 
 
 def test_a_free_engine_gets_the_next_job_before_its_shard_is_there():
@@ -94,41 +94,124 @@ def test_engines_take_what_is_left_and_all_is_waited_for():
     assert (len(first.begun), len(second.begun)) == (2, 1)
 
 
-class SlowWriter:
-    """A shard maker whose first file is only there once the second was generated."""
+def test_an_engine_may_tell_that_it_is_free_after_its_shard_is_there():
+    engine = Scripted([made(0), Free()], [Free(), made(1)])
+    told = list(engines.share_out([engine], [Work(0, []), Work(1, [])]))
+    assert [type(event) for event in told] == [Made, Free, Free, Made]
 
-    def __init__(self) -> None:
+
+def test_what_an_engine_tells_of_a_round_is_heard_before_the_next_job():
+    """A swap between rounds finds nothing left to hear of the shards before it."""
+    engine = Scripted([made(0), Free()], [Obeyed()])
+    list(engines.share_out([engine], [Work(0, [])]))
+    engines.tell_all([engine], Swap(Path("c")))
+    assert engine.begun == [Work(0, []), Swap(Path("c"))]
+
+
+class Maker:
+    """A shard maker whose shards take some steps each; it begins all prompts of one in its first step."""
+
+    def __init__(self, **steps: int) -> None:
         self.happened: list[str] = []
-        self._second_is_generated = Event()
+        self.most_unwritten = 0
+        self._steps = {int(name[1:]): count for name, count in steps.items()}
+        self._open: dict[int, int] = {}
+        self._fresh: set[int] = set()
+        self._unwritten: set[int] = set()
+        self._may_write = {number: Event() for number in self._steps}
 
-    def generate(self, number: int, _prompts: object) -> int:
-        self.happened.append(f"generated {number}")
-        if number == 1:
-            self._second_is_generated.set()
-        return number
+    def let_write(self, number: int) -> None:
+        self._may_write[number].set()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def wants_more(self) -> bool:
+        return not self._fresh
+
+    def begin(self, number: int, _prompts: object) -> None:
+        self.happened.append(f"began {number}")
+        self._open[number] = self._steps[number]
+        self._fresh.add(number)
+        self._unwritten.add(number)
+        self.most_unwritten = max(self.most_unwritten, len(self._unwritten))
+
+    def step(self) -> list[int]:
+        self._fresh.clear()
+        self._open = {number: left - 1 for number, left in self._open.items()}
+        generated = [number for number, left in self._open.items() if left == 0]
+        self._open = {number: left for number, left in self._open.items() if left}
+        self.happened += [f"generated {number}" for number in generated]
+        return generated
 
     def write(self, number: int) -> Made:
-        if number == 2:
+        assert self._may_write[number].wait(10)
+        if number == 9:
             raise OSError("no room")
-        assert self._second_is_generated.wait(10)
-        self.happened.append(f"written {number}")
+        self.happened.append(f"wrote {number}")
+        self._unwritten.remove(number)
         return made(number)
 
     def swap(self, _ckpt: object) -> None:
         self.happened.append("swapped")
 
 
-def test_a_shard_is_written_while_the_next_is_generated_and_before_anything_else():
+def work(maker: Maker, *jobs: object) -> list[object]:
+    """What an engine's process tells that has all these jobs before it."""
     ours, theirs = get_context("spawn").Pipe()
-    for job in (Work(0, []), Work(1, []), Swap(Path("c")), Work(2, []), Command.GREET):
+    for job in jobs:
         ours.send(job)
-    maker, line = SlowWriter(), Line(theirs)
     ours.close()
-    told: list[object] = []
+    line, told = Line(theirs), []
     line.tell = told.append
     with pytest.raises(EOFError):
         _do_all(line, maker)
-    kinds = [type(event) for event in told]
-    assert kinds == [Free, Made, Free, Made, Obeyed, Free, OSError, Obeyed]
-    assert maker.happened[:4] == ["generated 0", "generated 1", "written 0", "written 1"]
-    assert maker.happened[4] == "swapped"
+    return told
+
+
+def test_a_shard_begins_while_the_last_one_is_generated_and_the_third_once_one_is_written():
+    maker = Maker(_0=9, _1=12, _2=3)
+    for number in range(3):
+        maker.let_write(number)
+    told = work(maker, Work(0, []), Work(1, []), Work(2, []))
+    assert maker.happened[:3] == ["began 0", "began 1", "generated 0"]
+    assert maker.happened.index("wrote 0") < maker.happened.index("began 2")
+    assert maker.most_unwritten == 2
+    assert sorted(event.entry.file for event in told if isinstance(event, Made)) == ["0", "1", "2"]
+    assert told.count(Free()) == 3
+
+
+def test_a_shard_is_written_while_the_next_is_generated():
+    maker = Maker(_0=1, _1=5)
+    maker.let_write(1)
+    step = maker.step
+
+    def step_and_let_write() -> list[int]:
+        generated = step()
+        if 1 in generated:
+            maker.let_write(0)
+        return generated
+
+    maker.step = step_and_let_write
+    work(maker, Work(0, []), Work(1, []))
+    assert maker.happened.index("generated 1") < maker.happened.index("wrote 0")
+
+
+def test_a_swap_waits_until_every_shard_before_it_is_written():
+    maker = Maker(_0=9, _1=4, _2=2)
+    for number in range(3):
+        maker.let_write(number)
+    told = work(maker, Work(0, []), Work(1, []), Swap(Path("c")), Work(2, []))
+    swapped = maker.happened.index("swapped")
+    assert {"wrote 0", "wrote 1"} <= set(maker.happened[:swapped])
+    assert maker.happened[swapped + 1] == "began 2"
+    assert told.count(Obeyed()) == 1
+
+
+def test_a_shard_that_cannot_be_written_is_told_of_and_no_other_job_comes_before():
+    maker = Maker(_9=2)
+    maker.let_write(9)
+    told = work(maker, Work(9, []), Command.GREET)
+    assert [type(event) for event in told] == [Free, OSError, Obeyed]

@@ -1,4 +1,5 @@
-"""data/regenerate.py on the embedded target: true states, true text, and the same shards after a kill -9."""
+"""data/regenerate.py on the embedded target: true states, true text, and after a kill -9 the same, but for
+near-ties: a shard made again has other company in the batch."""
 
 import json
 import os
@@ -25,6 +26,7 @@ from recipes.load import load_recipe
 from recipes.manifest import ShardManifest, read_manifest
 from recipes.schema import Recipe
 from tests.drafters import EMBEDDED_TARGET, TINY_RECIPE
+from tests.near_ties import count_near_ties
 
 REPOSITORY = Path(__file__).parent.parent
 pytestmark = pytest.mark.engine
@@ -40,6 +42,7 @@ SETTINGS: dict[str, Any] = {
     "serve.kv_cache_gib": 0.5,
 }
 END_OF_TURN = 2
+MOST_NEAR_TIES = 3  # of a dozen texts; one was seen
 LIMIT_S = 240  # on cores that others use too
 ENGINE_PAGES = 20_000  # resident, of 4 KiB; nothing but an engine has so many
 TAPS = load_recipe(TINY_RECIPE).drafter.target_layer_ids
@@ -63,11 +66,6 @@ def regenerate(output_dir: Path, engines: int = 1) -> subprocess.CompletedProces
     return subprocess.run(
         command(output_dir, engines), capture_output=True, text=True, check=False, timeout=LIMIT_S
     )
-
-
-def checksums(output_dir: Path) -> dict[str, str]:
-    manifest = read_manifest(output_dir / "shards" / MANIFEST_NAME, ShardManifest)
-    return {entry.file: entry.sha256 for entry in manifest.shards}
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +120,10 @@ def prompt_ids(run: Path) -> list[str]:
 
 
 def test_the_states_are_the_transformers_models(sequences):
+    check_states(sequences)
+
+
+def check_states(sequences: list[Sequence]) -> None:
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED_TARGET, dtype=torch.bfloat16)
     for sequence in sequences:
         with torch.inference_mode():
@@ -153,7 +155,7 @@ def test_a_finished_run_has_nothing_to_do(run):
     assert path.stat().st_mtime_ns == before
 
 
-def test_two_engines_killed_in_the_middle_and_gone_on_with_make_the_same_shards_as_one(run, tmp_path):
+def test_two_engines_killed_in_the_middle_and_gone_on_with_make_what_one_makes(run, sequences, tmp_path):
     output_dir = tmp_path / "killed"
     folder = output_dir / "shards"
     process = subprocess.Popen(command(output_dir, 2), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -166,8 +168,14 @@ def test_two_engines_killed_in_the_middle_and_gone_on_with_make_the_same_shards_
     (folder / shard_name(0)).unlink(missing_ok=True)  # a shard that is gone is made again, too
     kept = (folder / shard_name(1)).stat().st_mtime_ns
     assert regenerate(output_dir, engines=2).returncode == 0
-    assert checksums(output_dir) == checksums(run)
-    assert len(open_shards(folder)) == len(open_shards(run / "shards"))
+    assert prompt_ids(output_dir) == prompt_ids(run)
+    again = open_shards(folder)
+    assert [entry.file for entry in again.manifest.shards] == [
+        entry.file for entry in open_shards(run / "shards").manifest.shards
+    ]
+    found = [again[index] for index in range(len(again))]
+    check_states(found)
+    assert count_near_ties(found, sequences) <= MOST_NEAR_TIES
     assert (folder / shard_name(1)).stat().st_mtime_ns == kept
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()], "an engine outlived its parent"
 

@@ -20,8 +20,9 @@ from data.shard_plan import ShardPlan
 from data.shards import Shard
 from recipes.errors import MachineError
 from recipes.schema import Sampling
-from serve.generation import Answer, OnStep, Request
+from serve.generation import Answer, Request
 from tests.drafters import tiny_recipe
+from tests.stepping_stub import SteppingStub
 
 LAYERS, HIDDEN, DRAFTED = 8, 24, 3
 TAPS = tiny_recipe().drafter.target_layer_ids
@@ -45,24 +46,26 @@ Fault = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 """What becomes of the states of the sequences that are captured together."""
 
 
-class FunctionEngine:
+class FunctionEngine(SteppingStub):
     """Answers a prompt with `emitted` tokens, three a step; a fault may befall what it captures."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.fault: Fault = lambda states: states
         self.shift = 0
         self.lost: set[int] = set()
         self.read_texts: list[list[int]] = []
-        self.asked: list[tuple[float, list[int]]] = []
-        """Temperature and the seeds of the prompts, of each call."""
+        self.asked: list[list[tuple[int, float]]] = []
+        """Seed and temperature of the prompts, of each step that some began with."""
 
     def _capture(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         return self.fault([states_of(text, self.shift) for text in texts])
 
-    def answer(self, requests: Sequence[Request], sampling: Sampling, on_step: OnStep) -> list[Answer]:
-        for _ in range(3):
-            on_step(len(requests), 0)
-        self.asked.append((sampling.temperature, [request.seed for request in requests]))
+    def answer_together(
+        self, _numbers: Sequence[int], requests: Sequence[Request], samplings: Sequence[Sampling]
+    ) -> list[Answer]:
+        temperatures = [sampling.temperature for sampling in samplings]
+        self.asked.append(list(zip([request.seed for request in requests], temperatures, strict=True)))
         emitted = [[request.token_ids[2] + 100 + step for step in range(7)] for request in requests]
         texts = [[*request.token_ids, *answer] for request, answer in zip(requests, emitted, strict=True)]
         return [
@@ -70,7 +73,7 @@ class FunctionEngine:
             for number, (tokens, states) in enumerate(zip(emitted, self._capture(texts), strict=True))
         ]
 
-    def read(self, texts: Sequence[Sequence[int]], *_: object) -> list[torch.Tensor | None]:
+    def read_together(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor | None]:
         self.read_texts += map(list, texts)
         return [None if number in self.lost else part for number, part in enumerate(self._capture(texts))]
 
@@ -169,33 +172,27 @@ def test_nobody_is_asked_where_the_recipe_says_so(engine, asked, tmp_path):
 
 def test_each_prompt_is_answered_at_its_own_temperature_and_stays_in_its_place(engine, asked, tmp_path):
     made = begin(tmp_path, f"data.sampling.temperature={MIXED}").make(0, SEEDED)
-    assert engine.asked == [(0, [0, 3]), (0.7, [1, 4]), (1, [2, 5])]
+    assert engine.asked == [[(0, 0), (1, 0.7), (2, 1), (3, 0), (4, 0.7), (5, 1)]]
     found = [Shard(tmp_path / made.entry.file).read_sequence(index) for index in range(6)]
     assert [each.token_ids[2].item() - 20 for each in found] == list(range(6))
     assert all(torch.equal(each.hidden, states_of(each.token_ids.tolist())) for each in found)
 
 
 def test_the_batch_is_as_full_as_answers_grow_in_the_engines_steps(engine, asked, tmp_path):
-    """Six prompts of three temperatures: 3 x 3 steps of two answers each."""
+    """Six prompts of three temperatures take three steps together, and one alone another three."""
     maker, tally = begin(tmp_path, f"data.sampling.temperature={MIXED}"), Tally()
-    assert tally.occupancy(4) is None
+    assert tally.occupancy(8) is None
     tally.add(maker.make(0, SEEDED))
     tally.add(maker.make(1, SEEDED[:1]))
-    assert (tally.engine_steps, tally.request_steps) == (9 + 3, 18 + 3)
-    assert tally.occupancy(4) == 21 / (12 * 4)
+    assert (tally.engine_steps, tally.request_steps) == (3 + 3, 18 + 3)
+    assert tally.occupancy(8) == 21 / (6 * 8)
 
 
 def test_a_prompts_temperature_does_not_depend_on_its_company(engine, asked, tmp_path):
     maker = begin(tmp_path, f"data.sampling.temperature={MIXED}")
     for number, prompts in enumerate([SEEDED, SEEDED[::-1], SEEDED[4:5], SEEDED[1:3]]):
         maker.make(number, prompts)
-    temperatures = {(seed, temperature) for temperature, seeds in engine.asked for seed in seeds}
-    assert len(temperatures) == len(SEEDED)
-
-
-def test_prompts_of_one_temperature_are_answered_together(engine, asked, tmp_path):
-    begin(tmp_path, "data.sampling.temperature=0.7").make(0, SEEDED)
-    assert engine.asked == [(0.7, list(range(6)))]
+    assert len({each for together in engine.asked for each in together}) == len(SEEDED)
 
 
 # Faults

@@ -20,7 +20,7 @@ from data.outcome import count_cut
 from data.shards import MANIFEST_NAME
 from recipes.manifest import ShardManifest, read_manifest
 
-NUM_CHATS, NUM_RANDOM, MOST_CHANGES = 24, 6, 60
+NUM_CHATS, NUM_RANDOM, MOST_CHANGES = 24, 6, 120
 SETTINGS = {
     "data.num_prompts": NUM_CHATS,
     "data.max_prompt_tokens": 400,

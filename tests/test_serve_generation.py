@@ -115,6 +115,14 @@ def test_a_state_of_another_row_would_show(told, targets):
     assert shifted > 100 * TOLERANCE
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_answers_that_are_collected_while_others_run_are_those_collected_together(all_told, dtype):
+    told = all_told[dtype]
+    for one, other in zip(told["one by one"], told["answers"]["greedy"], strict=True):
+        assert (one.token_ids, one.chunks) == (other.token_ids, other.chunks)
+        assert torch.equal(one.hidden, other.hidden)
+
+
 # A shard of faulty states is never written
 
 

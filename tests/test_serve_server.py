@@ -1,6 +1,7 @@
 """The server as a child process, played by small scripts: its start, its failures, and what survives it."""
 
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -62,11 +63,14 @@ def serve_in(folder: Path, ckpt: Path | None = None, budget: int | None = None):
     return serving(RECIPE.target, RECIPE.serve, ckpt, budget, folder / "logs" / "server.log")
 
 
-def family() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+@pytest.fixture
+def family() -> Callable[[], list[psutil.Process]]:
+    """The processes that come of this one from now on; others of a test process stay."""
+    before = psutil.Process().children(recursive=True)
+    return lambda: [each for each in psutil.Process().children(recursive=True) if each not in before]
 
 
-def test_the_block_runs_while_the_server_does_and_nothing_is_left_after_it(play, tmp_path):
+def test_the_block_runs_while_the_server_does_and_nothing_is_left_after_it(play, tmp_path, family):
     play(HEALTHY)
     with serve_in(tmp_path) as url:
         assert httpx.get(url, trust_env=False).is_success
@@ -76,7 +80,7 @@ def test_the_block_runs_while_the_server_does_and_nothing_is_left_after_it(play,
 
 
 @pytest.mark.parametrize("fault", [KeyboardInterrupt, SystemExit, RuntimeError])
-def test_the_server_ends_whatever_ends_the_block(play, tmp_path, fault):
+def test_the_server_ends_whatever_ends_the_block(play, tmp_path, family, fault):
     play(HEALTHY)
     with pytest.raises(fault), serve_in(tmp_path):
         processes = family()

@@ -1,13 +1,14 @@
 """Capture on the V2 model runner: its class gains the few lines that feed a CaptureSink after every step.
 
-`collective_rpc` drives it.  Making data: start_capture(directory) before the first request, flush_capture()
-when none runs.  A server: start_capture(directory, True), capture_status() and stop_capture() at any time.
+`collective_rpc` drives it.  Making data: start_capture(directory) before the first request, and
+flush_capture(names) of those that ended.  A server: start_capture(directory, True), capture_status() and
+stop_capture() at any time.
 """
 # ruff: noqa: PLC0415  (vLLM's modules are imported once vLLM calls: on a CPU its worker has to come first)
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,10 +80,10 @@ class CapturingRunner(_Runner):
         if get_tensor_model_parallel_rank() == 0:
             self._sink = TrafficSink(Path(directory)) if is_traffic else CaptureSink(Path(directory))
 
-    def flush_capture(self) -> None:
-        """Writes out every request; to be called when none is running."""
+    def flush_capture(self, names: Collection[str] | None = None) -> None:
+        """Writes out requests that ended, by the ids they were given, or every one where none is running."""
         if self._sink is not None:
-            self._sink.flush()
+            self._sink.flush(names)
 
     def stop_capture(self) -> dict[str, Any] | None:
         """Writes out every request, running ones as far as they are, and captures no more: its status."""
