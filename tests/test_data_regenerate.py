@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from data.filling import fill_shards
 from data.prompts import load_prompts
@@ -27,6 +26,7 @@ from recipes.manifest import ShardManifest, read_manifest
 from recipes.schema import Recipe
 from tests.drafters import EMBEDDED_TARGET, TINY_RECIPE
 from tests.near_ties import count_near_ties
+from tests.true_states import check_states
 
 REPOSITORY = Path(__file__).parent.parent
 pytestmark = pytest.mark.engine
@@ -121,17 +121,6 @@ def prompt_ids(run: Path) -> list[str]:
 
 def test_the_states_are_the_transformers_models(sequences):
     check_states(sequences)
-
-
-def check_states(sequences: list[Sequence]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_TARGET, dtype=torch.bfloat16)
-    for sequence in sequences:
-        with torch.inference_mode():
-            states = model(sequence.token_ids.long()[None], output_hidden_states=True).hidden_states
-        expected = torch.cat([states[layer + 1][0, :-1] for layer in TAPS], dim=-1).unflatten(-1, (3, -1))
-        found = sequence.hidden.unflatten(-1, (3, -1))
-        assert found.shape == expected.shape
-        assert torch.cosine_similarity(found.float(), expected.float(), dim=-1).min() > 0.999
 
 
 def test_the_only_round_is_reported(run, shards):
